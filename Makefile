@@ -1,0 +1,39 @@
+# `make` lists the targets. `make train` and `make test` set up what they need on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS ?= dev,joblib
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check format clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(VENV)/.ready ## make .venv here and install the project into it
+
+# A user who has a CPU build of torch in mind sets PIP_INDEX_URL or PIP_FIND_LINKS; nothing here overrides them.
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 14), "Python 3.11 to 3.13 is needed: make PYTHON=python3.11"'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[$(EXTRAS)]'
+	touch $@
+
+train: setup ## the main job: a small residual network, N:M sparse by BAME, on handwritten digits
+	$(BIN)/bame train
+
+test: setup ## all tests, slow ones included
+	$(BIN)/python -m pytest
+
+check: setup ## the gate: format, lint, types, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: setup ## put the code into its format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove what was built, not what was trained
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

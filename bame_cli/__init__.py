@@ -1,0 +1,3 @@
+"""Train N:M structured-sparse networks."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,113 @@
+"""A run before it exists: its data, its layers, its bill. Everything that can be refused is refused here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+
+from bame_cli.config import Config
+from bame_cli.errors import ConfigError
+from bame_cli.sparsity.flops import Bill, ForwardCost, forecast, forward_cost
+from bame_cli.sparsity.layers import Layer, demand_sparse, survey
+from bame_cli.sparsity.pattern import Pattern
+from bame_cli.training import data as datasets
+from bame_cli.training import models
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A run before it exists: what it would train on, which layers would be sparse, what it would cost."""
+
+    config: Config
+    facts: datasets.Facts
+    parameters: int
+    rows: list[Layer]
+    cost: ForwardCost
+    expected: Bill
+
+    @property
+    def patterns(self) -> dict[str, Pattern]:
+        return {row.name: row.pattern for row in self.rows if row.pattern}
+
+    def sparse_rows(self) -> list[tuple[Layer, Fraction]]:
+        """Sparse layers with their densities."""
+        return [(row, row.pattern.density) for row in self.rows if row.pattern]
+
+    @property
+    def density(self) -> dict[str, Fraction]:
+        return {name: pattern.density for name, pattern in self.patterns.items()}
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.facts.train // self.config.recipe.batch_size
+
+    @property
+    def total_steps(self) -> int:
+        return self.config.recipe.epochs * self.steps_per_epoch
+
+
+def blueprint(config: Config, facts: datasets.Facts) -> Blueprint:
+    """Everything that can be known, and refused, before anything is trained or written; from shapes alone."""
+    batch = config.recipe.batch_size
+    steps = config.recipe.epochs * (facts.train // batch)
+    if not steps:
+        raise ConfigError(f"recipe.batch_size={batch} is more than the {facts.train} training images")
+    model = models.skeleton(image_shape=facts.image_shape, **model_options(config, facts.classes))
+    rows = layer_rows(config, model)
+    cost = forward_cost(model, facts.image_shape)
+    shapes = {row.name: (torch.Size(row.shape), row.pattern) for row in rows if row.pattern}
+    config.method.plan(shapes, steps)
+    expected = forecast(
+        cost,
+        config.method.densities,
+        steps=steps,
+        images_per_step=config.recipe.batch_size,
+        skip_first=config.flops.skip_first,
+    )
+    return Blueprint(config, facts, sum(p.numel() for p in model.parameters()), rows, cost, expected)
+
+
+def load_data(config: Config, device: torch.device | str = "cpu") -> datasets.Data:
+    """The data set that the options name."""
+    options, look = _dataset_options(config)
+    return datasets.load(options.pop("name"), look=look, device=device, **options)
+
+
+def known_facts(config: Config) -> datasets.Facts:
+    """The facts of the data set, without opening it where that can be."""
+    options, look = _dataset_options(config)
+    sizes = {key: options[key] for key in ("train_size", "val_size")}
+    return datasets.facts(options["name"], look=look, **sizes) or load_data(config).facts
+
+
+def _dataset_options(config: Config) -> tuple[dict[str, Any], datasets.Look]:
+    options = asdict(config.dataset)
+    look = datasets.Look(**{key: options.pop(key) for key in ("image_size", "mean", "std", "crop_padding", "flip")})
+    return options, look
+
+
+def layer_rows(config: Config, model: nn.Module) -> list[Layer]:
+    """Which weights would be sparse under these options; none for a method without a pattern."""
+    sparsity = config.sparsity
+    rows = survey(
+        model,
+        config.pattern,
+        keep_dense=models.always_dense(model),
+        include=sparsity.include,
+        exclude=sparsity.exclude,
+        overrides=sparsity.overrides,
+    )
+    if not config.method.sparse:
+        return [Layer(row.name, row.shape, None, "dense training") for row in rows]
+    rows = [config.method.review(row) for row in rows]
+    demand_sparse(rows)
+    return rows
+
+
+def model_options(config: Config, num_classes: int) -> dict[str, Any]:
+    model = config.model
+    return {"name": model.name, "num_classes": num_classes, "width": model.width, "args": model.args}

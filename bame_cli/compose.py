@@ -1,0 +1,94 @@
+"""From words to options: Hydra's composition for every verb, and its refusals in one line each."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hydra
+from hydra import compose, initialize_config_module
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from bame_cli import config
+from bame_cli.errors import ConfigError, near_misses
+
+
+def run_jobs(words: list[str], job: Callable[[Any], float]) -> None:
+    """Hand a command line to Hydra, which composes each job, of one run or of a sweep, and calls `job` with it."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, and we say them in one line
+    config.register()
+    sys.argv = ["bame train", *words]
+    try:
+        hydra.main(config_path="pkg://bame_cli.conf", config_name="train", version_base="1.3")(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, words) from error
+
+
+def demand_assignments(words: Sequence[str]) -> None:
+    takes_value = False  # of Hydra's flags, some are followed by a word: --cfg job
+    for word in words:
+        if not (takes_value or word.startswith(("-", "~")) or "=" in word):
+            raise ConfigError(f"{word!r} is not key=value (bame train --help shows the keys)")
+        takes_value = word.startswith("-") and "=" not in word and word not in ("-m", "--multirun", "--resolve")
+
+
+def configs(words: list[str]) -> list[Any]:
+    """The options that the words describe; comma lists make several, in the order of a sweep."""
+    demand_assignments(words)
+    for word in words:
+        if word.startswith("-"):
+            raise ConfigError(f"{word}: this verb takes key=value words only; lists need no -m")
+    try:
+        parsed = OverridesParser.create().parse_overrides(words)
+        (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None) or [[]]
+    except HydraException as error:
+        raise explain(error, words) from error
+    return [composed(list(job)) for job in jobs]
+
+
+def composed(words: list[str], *, plain: bool = False) -> Any:
+    """Options composed outside a run; their YAML text when `plain`."""
+    config.register()
+    try:
+        with initialize_config_module("bame_cli.conf", version_base="1.3"):
+            node = compose("train", overrides=words)
+            return config.to_yaml(node) if plain else config.from_hydra(node)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, words) from error
+
+
+# --- errors of composition, in one line ---
+
+
+def explain(error: Exception, words: Sequence[str]) -> ConfigError:
+    """What Hydra or OmegaConf refuse, as one line with the near misses."""
+    text = str(error)
+    if options := getattr(error, "options", None):
+        group, _, name = str(getattr(error, "missing_cfg_file", "")).rpartition("/")
+        known = [option for option in options if not option.endswith("_schema")]
+        return ConfigError(f"{group}={name}: no such {group}{near_misses(name, known)} ({', '.join(known)})")
+    if match := re.match(r"Ambiguous value for argument '([^']*)'", text):
+        return ConfigError(f"{match[1]} is a list: add -m to sweep over it, or write key=[a,b] for one value")
+    if match := re.match(r"Could not (?:override|append to config) '?([\w./@]+)", text):
+        return _unknown_key(match[1], words)
+    if match := re.match(r"Error merging override (.*)", text):
+        return ConfigError(f"{match[1]}: {_first_line(error.__cause__ or error)}")
+    if match := re.search(r"full_key: (\S+)", text):
+        return ConfigError(f"{match[1]}: {_first_line(error)}")
+    return ConfigError(_first_line(error))
+
+
+def _unknown_key(key: str, words: Sequence[str]) -> ConfigError:
+    if key in ("sparsity.overrides", "model.args", "recipe.optimizer_args") or key.startswith("model.args."):
+        return ConfigError(f"{key} takes new entries: write +{next((w for w in words if w.startswith(key)), key)}")
+    return ConfigError(f"no such option: {key}{near_misses(key, config.known_keys())} (bame train --help lists them)")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

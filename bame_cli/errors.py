@@ -1,0 +1,16 @@
+"""The one error that is the user's to mend: a wrong command, configuration or file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """One clear line that says what is wrong and what would be right. The command line exits with 2."""
+
+
+def near_misses(word: str, known: Iterable[str], *, most: int = 3) -> str:
+    """`; did you mean 'a', 'b'?`, or the empty string when nothing known is close to `word`."""
+    close = difflib.get_close_matches(word, list(known), n=most, cutoff=0.6)
+    return f"; did you mean {', '.join(repr(name) for name in close)}?" if close else ""

@@ -1,0 +1,80 @@
+"""A run's folder: claimed by one process at a time, in a known state, with every file written whole."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bame_cli.errors import ConfigError
+
+FILES = ("config.yaml", "layers.json", "metrics.jsonl", "train.log", "model.safetensors", "result.json", "digest")
+FOLDERS = ("checkpoints", "tensorboard", "wandb")
+
+
+def result_of(folder: Path) -> dict[str, Any] | None:
+    """The run's result as far as it got; None when there is none. ConfigError when the file cannot be read."""
+    path = folder / "result.json"
+    if not path.is_file():
+        return None
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}); run.overwrite=true starts the run again") from error
+    return result
+
+
+def demand_ours(folder: Path, digest: str, *, replace: bool = False) -> bool:
+    """Whether the folder holds a run of this configuration (of any, to `replace` it); False when it holds none.
+
+    Raises ConfigError when it holds another one, or files that no run of ours wrote.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file, not a run folder")
+    if not folder.is_dir() or not any(path.name != ".lock" for path in folder.iterdir()):
+        return False
+    mark = folder / "digest"
+    if not mark.is_file():
+        raise ConfigError(f"{folder} is not empty and holds no run of ours; choose another run.dir")
+    if not replace and mark.read_text().strip() != digest:
+        raise ConfigError(
+            f"{folder} holds a run of another configuration (see its config.yaml); choose another run.dir, "
+            "or run.overwrite=true to replace it"
+        )
+    return True
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold the folder: made if need be, locked against other processes until the context or the process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"cannot write to the run folder {folder}: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"another process is training in {folder}") from error
+        yield
+
+
+def clear(folder: Path) -> None:
+    """Remove what a run wrote, and nothing else."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+    for name in FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a text file so that it is never seen half-written."""
+    aside = path.with_name(f"{path.name}.tmp")
+    aside.write_text(text)
+    os.replace(aside, path)

@@ -1,0 +1,290 @@
+"""BAME: sparse forward and backward all along, while masks evolve inside designated blocks (ICML 2025; our reading).
+
+The paper's formulas were not available to us. Known from its abstract, reviews and setup: Loss-aware Mask
+Adaptation prunes and regrows inside designated blocks, Oscillation-aware Block Freezing stops adapting blocks whose
+mask keeps flipping; an initial and a final iteration of adaptation, and an interval. **The rules below are ours.**
+This reading, `live`, designates blocks that train all their weights for a while; the other one, `bame_swap`,
+exchanges weights at an instant.
+
+Forward   m * W, masks by magnitude of the initial weights, then moving inside designated blocks only
+Gradient  m * g, and g + decay * (1 - m) * W in designated blocks
+Dropped   train where designated; elsewhere they hold their value, with clean optimizer state and no weight decay
+Cost      forward d, grad_input d, grad_weight d + share * (1 - d); warm-up is share 1, after `stop` share 0
+Departs   from the paper in whatever it does that we could not read. Every `interval` steps, per layer, the share
+          `designate` of the blocks is designated: those whose weakest kept weight costs least to give up
+          (expected loss of dropping it ~ w^2, hence the smallest |w|), each penalized by its flips:
+          |w| * (1 + flips / oscillation); a block with `freeze_after` flips is never designated again.
+          Designating all blocks always is SR-STE; designating none is a fixed mask. Both identities are tested.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bame_cli.errors import ConfigError
+from bame_cli.methods.base import (
+    Layers,
+    MasterMethod,
+    Shapes,
+    at_share,
+    clear_state,
+    demand_at_least,
+    demand_one_of,
+    demand_share,
+)
+from bame_cli.sparsity.flops import ONE, Densities, Density
+from bame_cli.sparsity.pattern import Picked, keep_largest, lowest, zero_where_
+
+
+@dataclass
+class Window:
+    """The designated blocks of one layer: all their weights, and which of them are kept, both (blocks, M)."""
+
+    picked: Picked
+    live: Tensor
+    kept: Tensor
+
+
+@dataclass(kw_only=True)
+class BAME(MasterMethod):
+    """Shares of training: start, stop, warmup (all blocks designated first). Shares of blocks: designate.
+
+    pick: `small` (smallest |w| of a kept weight) | `gap` (largest |W| of a dropped weight minus that) | `random`.
+    oscillation, freeze_after: flips; None is off.
+    """
+
+    designate: float = 0.2
+    interval: int = 100
+    start: float = 0.0
+    stop: float = 0.9
+    decay: float = 2e-4
+    warmup: float = 0.1
+    pick: str = "small"
+    oscillation: float | None = None
+    freeze_after: int | None = None
+    seed: int = 0
+
+    def validate(self) -> None:
+        demand_share(designate=self.designate, start=self.start, stop=self.stop, warmup=self.warmup)
+        demand_at_least(0, decay=self.decay)
+        demand_at_least(1, interval=self.interval)
+        demand_one_of(("small", "gap", "random"), pick=self.pick)
+        if self.oscillation is not None:
+            demand_at_least(1e-9, oscillation=self.oscillation)
+        if self.freeze_after is not None:
+            demand_at_least(1, freeze_after=self.freeze_after)
+        if self.start > self.stop:
+            raise ConfigError(f"method.start={self.start} is after method.stop={self.stop}")
+
+    # --- the schedule: pure functions of the step ---
+
+    def plan(self, shapes: Shapes, total_steps: int) -> None:
+        super().plan(shapes, total_steps)
+        self.warm = at_share(self.warmup, total_steps)
+        self.first, self.last = max(self.warm, at_share(self.start, total_steps)), at_share(self.stop, total_steps)
+        self.num_blocks = {name: self.patterns[name].num_blocks(shape) for name, shape in self.shapes.items()}
+        self.costs = dict[tuple[int, ...], Densities]()
+        self.frozen_short = dict[str, int]()
+
+    def scheduled(self, name: str, step: int) -> int:
+        """How many blocks of a layer step `step` designates, frozen ones aside."""
+        pattern, blocks = self.patterns[name], self.num_blocks[name]
+        if pattern.n == pattern.m:
+            return 0
+        if step < self.warm:
+            return blocks
+        return round(self.designate * blocks) if self.first <= step < self.last else 0
+
+    def densities(self, step: int) -> Densities:
+        adapting = self.first <= step < self.last
+        short = self.frozen_short if adapting else {}
+        counts = tuple(short.get(name, self.scheduled(name, step)) for name in self.patterns)
+        if counts not in self.costs:
+            named = zip(self.patterns, counts, strict=True)
+            self.costs[counts] = {name: self._cost(name, count) for name, count in named}
+        return self.costs[counts]
+
+    def _cost(self, name: str, designated: int) -> Density:
+        d = self.patterns[name].density
+        return Density(d, d, d + Fraction(designated, self.num_blocks[name]) * (ONE - d))
+
+    def warnings(self) -> list[str]:
+        if self.first >= self.last:
+            return [f"the mask never adapts after warm-up: start {self.first} is not before stop {self.last} (steps)"]
+        if self.designate == 0:
+            return ["method.designate=0: no block is ever designated after warm-up; this is a fixed mask"]
+        return []
+
+    # --- the three moments ---
+
+    def attach(self, layers: Layers, optimizer: torch.optim.Optimizer, total_steps: int) -> None:
+        self.windows = dict[str, Window]()
+        self.free = set[str]()
+        super().attach(layers, optimizer, total_steps)
+        if not self.keeps_zeros:
+            name = type(optimizer).__name__
+            raise ConfigError(f"BAME cannot hold dropped weights under {name}, which moves weights whose gradient is 0")
+
+    def take_over(self) -> None:
+        super().take_over()
+        for p in self.parameters.values():
+            clear_state(self.optimizer, p)
+        self.flips = {
+            name: torch.zeros(blocks, dtype=torch.int32, device=self.parameters[name].device)
+            for name, blocks in self.num_blocks.items()
+        }
+
+    @torch.no_grad()
+    def after_backward(self, step: int) -> None:
+        opens = self.first <= step < self.last and (step - self.first) % self.interval == 0
+        for name in self.parameters:
+            if opens or step in (0, self.warm, self.last):
+                self.designate_blocks(name, self.scheduled(name, step), step)
+            if name in self.free:
+                self.add_decay(name, self.decay)
+                self.parameters[name].data = self.master[name]
+            else:
+                self._prepare(name)
+
+    @torch.no_grad()
+    def after_update(self, step: int) -> None:
+        for name in self.parameters:
+            if name in self.free:
+                new = self.patterns[name].project(self.master[name])
+                changed = self.patterns[name].blocks(self.replace_mask(name, new))
+                self.flips[name] += changed.any(2).flatten()
+                self.show(name)
+            elif name in self.windows:
+                self._settle(name)
+
+    def _prepare(self, name: str) -> None:
+        """Show the optimizer the kept weights, and all weights of designated blocks, with their gradients."""
+        p, window = self.parameters[name], self.windows.get(name)
+        if p.grad is None:
+            return
+        if p.grad.stride() != p.stride():
+            p.grad = torch.empty_like(p).copy_(p.grad)
+        zero_where_(p.grad, self.masks[name])
+        if window is None:
+            return
+        window.picked.write(p.data, window.live)
+        if self.decay:
+            grad = window.picked.read(p.grad)
+            window.picked.write(p.grad, grad.add_(window.live * ~window.kept, alpha=self.decay))
+
+    def _settle(self, name: str) -> None:
+        """Take the designated blocks' new weights, choose their masks anew, leave only kept weights in the network."""
+        p, window = self.parameters[name], self.windows[name]
+        window.live = window.picked.read(p.data)
+        kept = keep_largest(window.live.float().abs(), self.patterns[name].n, dim=1)
+        changed = kept ^ window.kept
+        self.changes += changed.count_nonzero()
+        self.flips[name].index_add_(0, window.picked.ids, changed.any(1).int())
+        window.kept = kept
+        window.picked.write(p.data, window.live * kept)
+
+    # --- designation ---
+
+    def designate_blocks(self, name: str, count: int, step: int) -> None:
+        """Close the layer's window, if any, and open one over `count` blocks; all of them train W as a whole."""
+        if count == self.num_blocks[name] and name in self.free:
+            return
+        self._close(name)
+        if count == self.num_blocks[name] and (step < self.warm or self.freeze_after is None):
+            self.free.add(name)
+            return
+        ids = self._choose(name, count, step)
+        self._forget(name, ids)
+        if len(ids):
+            self._open(name, ids)
+
+    def _close(self, name: str) -> None:
+        """Bring master weights and mask up to date, so that the layer is as if nothing had been designated."""
+        window = self.windows.pop(name, None)
+        if name in self.free:
+            self.free.remove(name)
+            return
+        # Outside windows the kept weights live in the network; the master holds the dropped ones.
+        torch.where(self.masks[name], self.effective[name], self.master[name], out=self.master[name])
+        if window is not None:
+            window.picked.write(self.master[name], window.live)
+            window.picked.write(self.masks[name], window.kept)
+
+    def _open(self, name: str, ids: Tensor) -> None:
+        picked = Picked(self.patterns[name], self.effective[name], ids)
+        window = Window(picked, picked.read(self.master[name]), picked.read(self.masks[name]))
+        # While the window is open, the layer's mask says which weights are trained; the window knows which are kept.
+        picked.write(self.masks[name], torch.ones_like(window.kept))
+        self.windows[name] = window
+
+    def _forget(self, name: str, ids: Tensor) -> None:
+        """Clear the optimizer's memory of dropped weights, except in the blocks designated next."""
+        held = ~self.masks[name]
+        if len(ids):
+            picked = Picked(self.patterns[name], held, ids)
+            picked.write(held, torch.zeros(len(ids), self.patterns[name].m, dtype=torch.bool, device=held.device))
+        clear_state(self.optimizer, self.parameters[name], held)
+
+    def _choose(self, name: str, count: int, step: int) -> Tensor:
+        """The ids of the blocks to designate, ascending: the lowest scores among blocks that are not frozen."""
+        score = self._score(name, step)
+        if self.freeze_after is not None:
+            score = score.masked_fill(self.flips[name] >= self.freeze_after, torch.inf)
+            count = min(count, int((score < torch.inf).sum()))
+            self.frozen_short[name] = count
+        return lowest(score, count)
+
+    def _score(self, name: str, step: int) -> Tensor:
+        """What giving up a block's weakest kept weight costs, penalized by its flips; (blocks,), low goes first."""
+        weight = self.patterns[name].blocks(self.master[name]).float().abs()
+        mask = self.patterns[name].blocks(self.masks[name])
+        if self.pick == "random":
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()) + (self.seed << 32))
+            score = torch.rand(self.num_blocks[name], generator=generator).to(weight.device)
+        else:
+            score = weight.masked_fill(~mask, torch.inf).amin(2).flatten()
+            if self.pick == "gap":
+                score = score - weight.masked_fill(mask, 0).amax(2).flatten()
+        if self.oscillation is None:
+            return score
+        penalty = 1 + self.flips[name] / self.oscillation
+        return torch.where(score > 0, score * penalty, score / penalty)
+
+    # --- what is logged and kept ---
+
+    def metrics(self) -> dict[str, float]:
+        blocks = sum(self.num_blocks.values())
+        designated = sum(len(w.picked.ids) for w in self.windows.values()) + sum(self.num_blocks[n] for n in self.free)
+        return super().metrics() | {
+            "designated_share": designated / blocks,
+            "frozen_share": frozen_share(self.flips, self.freeze_after),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        windows = {n: {"ids": w.picked.ids, "live": w.live, "kept": w.kept} for n, w in self.windows.items()}
+        more = {"flips": dict(self.flips), "windows": windows, "free": sorted(self.free), "short": self.frozen_short}
+        return super().state_dict() | more
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.free, self.frozen_short = set(state["free"]), dict(state["short"])
+        for name, flips in self.flips.items():
+            flips.copy_(state["flips"][name])
+        for name, saved in state["windows"].items():
+            device = self.effective[name].device
+            picked = Picked(self.patterns[name], self.effective[name], saved["ids"].to(device))
+            self.windows[name] = Window(picked, saved["live"].to(device), saved["kept"].to(device))
+
+
+def frozen_share(flips: Mapping[str, Tensor], freeze_after: int | None) -> float:
+    """Share of all blocks whose mask flipped so often that it stays."""
+    if freeze_after is None:
+        return 0.0
+    return sum(int((f >= freeze_after).sum()) for f in flips.values()) / sum(f.numel() for f in flips.values())

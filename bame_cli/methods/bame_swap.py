@@ -1,0 +1,300 @@
+"""BAME, the other reading: one instant, one exchange per block (ours; see `bame` for what is known of the paper).
+
+During the last `gradient_steps` steps before an adaptation the dense weight gradient is accumulated: g is its mean,
+v the estimated variance of that mean. The loss along one weight is modelled as a parabola of curvature 1 / (k n s):
+k = `horizon` plain steps bring a weight to its minimum, n is the learning rate now, s makes a step's size the
+optimizer's own (1 for SGD; 1 / (RMS of sqrt(second moment) over the layer's kept weights) for Adam and its kin).
+
+Forward   m * w
+Gradient  m * g
+Dropped   exactly 0, with clean optimizer state
+Cost      forward d, grad_input d, grad_weight d, or 1 on the steps of a window that ends in an adaptation
+Rule      growing r from 0 wins  G = k n s * max(0, g_r^2 - confidence * v_r) / 2
+          dropping p costs       C = w_p^2 / (2 k n s)  (minus g_p * w_p with `first_order`)
+          per block p = argmin C, r = argmax G; the block is a candidate when C - G < 0; with several swaps the
+          k-th smallest C meets the k-th largest G. A block with `freeze_after` flips keeps its mask; a `budget`
+          takes the best (G - C) / (1 + flips) of each layer, a cosine share from `start` to `stop`.
+Departs   from the paper in whatever it does that we could not read. An adaptation happens on steps with
+          (step + 1) divisible by `interval`, in `after_backward`. Momentum is not counted in `horizon`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from bame_cli.errors import ConfigError
+from bame_cli.methods.bame import frozen_share
+from bame_cli.methods.base import (
+    Layers,
+    MasterMethod,
+    Shapes,
+    SparseMethod,
+    at_share,
+    clear_state,
+    demand_at_least,
+    demand_one_of,
+    demand_share,
+)
+from bame_cli.sparsity.flops import ONE, Densities, Density
+from bame_cli.sparsity.pattern import zero_where_
+
+
+@dataclass(kw_only=True)
+class BAMESwap(MasterMethod):
+    """Shares of training: start, stop, warmup (SR-STE first, at `decay`). Steps: interval, gradient_steps.
+
+    criterion: `loss` (the rule) | `taylor` (C = |g w|, G = k n s g^2) | `magnitude_gradient` (smallest |w| out,
+    largest |g| in; it accepts every swap, so it needs a `budget`, a share of blocks per adaptation and layer).
+    regrow: `zero` | `step` (start at -k n s g).
+    """
+
+    interval: int = 50
+    gradient_steps: int = 10
+    start: float = 0.0
+    stop: float = 0.8
+    horizon: float = 100.0
+    confidence: float = 4.0
+    criterion: str = "loss"
+    first_order: bool = False
+    freeze_after: int | None = None
+    budget: float | None = None
+    swaps: int = 1
+    warmup: float = 0.0
+    decay: float = 2e-4
+    regrow: str = "zero"
+
+    def validate(self) -> None:
+        demand_share(start=self.start, stop=self.stop, warmup=self.warmup)
+        demand_at_least(1, interval=self.interval, gradient_steps=self.gradient_steps, swaps=self.swaps)
+        demand_at_least(0, confidence=self.confidence, decay=self.decay, horizon=self.horizon)
+        demand_one_of(("loss", "taylor", "magnitude_gradient"), criterion=self.criterion)
+        demand_one_of(("zero", "step"), regrow=self.regrow)
+        if self.budget is not None:
+            demand_share(budget=self.budget)
+        if self.freeze_after is not None:
+            demand_at_least(1, freeze_after=self.freeze_after)
+        self._demand_sense()
+
+    def _demand_sense(self) -> None:
+        if self.start > self.stop:
+            raise ConfigError(f"method.start={self.start} is after method.stop={self.stop}")
+        if self.gradient_steps > self.interval:
+            raise ConfigError(f"method.gradient_steps={self.gradient_steps} exceeds method.interval={self.interval}")
+        if self.criterion == "loss" and self.confidence > 0 and self.gradient_steps < 2:
+            raise ConfigError("method.gradient_steps=1 gives no variance: use 2 or more, or method.confidence=0")
+        if self.criterion == "magnitude_gradient" and self.budget is None:
+            raise ConfigError("method.criterion=magnitude_gradient accepts every swap: set method.budget, say .1")
+
+    # --- the schedule: pure functions of the step ---
+
+    def plan(self, shapes: Shapes, total_steps: int) -> None:
+        super().plan(shapes, total_steps)
+        self.warm = at_share(self.warmup, total_steps)
+        self.first, self.last = at_share(self.start, total_steps), at_share(self.stop, total_steps)
+        named = [(name, pattern.density) for name, pattern in self.patterns.items()]
+        self.cost_warm: Densities = {name: Density(d, d, ONE) for name, d in named}
+        self.cost_fixed: Densities = {name: Density(d, d, d) for name, d in named}
+
+    def adapts(self, step: int) -> bool:
+        """Whether masks change at step `step`: its whole window lies after warm-up."""
+        due = (step + 1) % self.interval == 0 and self.first <= step < self.last
+        return due and step - self.gradient_steps + 1 >= self.warm
+
+    def gathers(self, step: int) -> bool:
+        """Whether step `step` accumulates the dense gradient, for the adaptation that ends its window."""
+        end = step // self.interval * self.interval + self.interval - 1
+        return end - step < self.gradient_steps and self.adapts(end) and end < self.total_steps
+
+    def densities(self, step: int) -> Densities:
+        # Warm-up and gathering cost the same: forward and grad_input sparse, grad_weight dense.
+        return self.cost_warm if step < self.warm or self.gathers(step) else self.cost_fixed
+
+    def warnings(self) -> list[str]:
+        if any(self.adapts(step) for step in range(self.interval - 1, self.total_steps, self.interval)):
+            return []
+        return [f"the mask never adapts: no interval of {self.interval} ends within these {self.total_steps} steps"]
+
+    def budget_at(self, step: int) -> float:
+        """Share of a layer's blocks that may swap at step `step`."""
+        if self.budget is None:
+            return 1.0
+        return self.budget * (1 + math.cos(math.pi * (step - self.first) / max(1, self.last - self.first))) / 2
+
+    # --- the three moments ---
+
+    def attach(self, layers: Layers, optimizer: Optimizer, total_steps: int) -> None:
+        self.sums = dict[str, Tensor]()
+        self.squares = dict[str, Tensor]()
+        self.expected = 0.0
+        super().attach(layers, optimizer, total_steps)
+        if not self.keeps_zeros:
+            name = type(optimizer).__name__
+            raise ConfigError(f"BAME cannot keep dropped weights at 0 under {name}: it moves weights without gradient")
+
+    def take_over(self) -> None:
+        if self.warm:
+            super().take_over()
+            for p in self.parameters.values():
+                clear_state(self.optimizer, p)
+        else:
+            self.master = dict[str, Tensor]()
+            SparseMethod.take_over(self)
+        self.flips = {
+            name: torch.zeros_like(self.patterns[name].blocks(mask)[:, :, 0], dtype=torch.int32)
+            for name, mask in self.masks.items()
+        }
+
+    @torch.no_grad()
+    def after_backward(self, step: int) -> None:
+        if step == self.warm and self.master:
+            self._end_warmup()
+        if step < self.warm:
+            for name in self.parameters:
+                self.add_decay(name, self.decay)
+            super().after_backward(step)
+            return
+        for name, p in self.parameters.items():
+            if p.grad is None:
+                continue
+            if self.gathers(step):
+                self._gather(name, p.grad)
+            if self.adapts(step):
+                self._adapt(name, step)
+            zero_where_(p.grad, self.masks[name])
+
+    @torch.no_grad()
+    def after_update(self, step: int) -> None:
+        if step < self.warm:
+            super().after_update(step)
+
+    def _end_warmup(self) -> None:
+        """Dropped weights become 0 for good, and the dense weights behind them are let go."""
+        for name, p in self.parameters.items():
+            clear_state(self.optimizer, p, ~self.masks[name])
+        self.master, self.effective = {}, {}
+
+    def _gather(self, name: str, grad: Tensor) -> None:
+        if self.gradient_steps == 1:
+            self.sums[name] = grad.clone()
+            return
+        if name not in self.sums:
+            self.sums[name], self.squares[name] = torch.zeros_like(grad), torch.zeros_like(grad)
+        self.sums[name] += grad
+        self.squares[name].addcmul_(grad, grad)
+
+    # --- the exchange ---
+
+    def _adapt(self, name: str, step: int) -> None:
+        """Swap inside one layer: masks, weights and optimizer state of the entries that change."""
+        mean, noise = self._gradient(name)
+        size = self.horizon * self.learning_rate(name) * self.step_scale(name)
+        if size == 0:
+            return
+        blocks = self.patterns[name].blocks
+        kept, weight = blocks(self.masks[name]), blocks(self.parameters[name].data)
+        cost, gain = self._judge(weight, blocks(mean), blocks(noise), size)
+        pairs = min(self.swaps, self.patterns[name].n, self.patterns[name].m - self.patterns[name].n)
+        loss, out = _best(-cost.masked_fill(~kept, torch.inf), pairs)
+        gains, into = _best(gain.masked_fill(kept, -torch.inf), pairs)
+        win = self._accept(name, gains + loss, gains, step)
+        dropped = torch.zeros_like(kept).scatter_(2, out, win)
+        grown = torch.zeros_like(kept).scatter_(2, into, win)
+        self._exchange(name, dropped.view_as(mean), grown.view_as(mean), -size * mean)
+
+    def _gradient(self, name: str) -> tuple[Tensor, Tensor]:
+        """Mean dense gradient of the window, and the estimated variance of that mean; lets the accumulators go."""
+        count = self.gradient_steps
+        mean = self.sums.pop(name).div_(count)
+        if count == 1:
+            return mean, torch.zeros_like(mean)
+        spread = self.squares.pop(name).div_(count).addcmul_(mean, mean, value=-1).clamp_(min=0)
+        return mean, spread.div_(count - 1)
+
+    def step_scale(self, name: str) -> float:
+        """s: what the optimizer multiplies a gradient by, besides the learning rate; 1 for SGD."""
+        p = self.parameters[name]
+        state = self.optimizer.state.get(p, {})
+        moment = state.get("exp_avg_sq")
+        if not isinstance(moment, Tensor) or moment.shape != p.shape:
+            return 1.0
+        group = self.optimizer.param_groups[self.group_of[name]]
+        decay, eps, done = group["betas"][1], group["eps"], int(state["step"]) if "step" in state else group["step"]
+        rms = (moment[self.masks[name]].mean() / (1 - decay**done)).sqrt() if done else moment.new_zeros(())
+        return 1 / (float(rms) + eps)
+
+    def _judge(self, weight: Tensor, mean: Tensor, noise: Tensor, size: float) -> tuple[Tensor, Tensor]:
+        """C of dropping and G of growing each entry, by the criterion; both like the blocks."""
+        if self.criterion == "taylor":
+            return (mean * weight).abs(), size * mean**2
+        if self.criterion == "magnitude_gradient":
+            return weight.abs(), mean.abs()
+        cost = weight**2 / (2 * size)
+        if self.first_order:
+            cost = cost - mean * weight
+        return cost, size * (mean**2 - self.confidence * noise).clamp(min=0) / 2
+
+    def _accept(self, name: str, profit: Tensor, gain: Tensor, step: int) -> Tensor:
+        """Which swaps happen, (out, in/M, pairs, ...): profitable, not frozen, within the budget."""
+        flips = self.flips[name].unsqueeze(2)
+        always = self.criterion == "magnitude_gradient"
+        win = gain > 0 if always else profit > 0
+        if self.freeze_after is not None:
+            win &= flips < self.freeze_after
+        if self.budget is not None:
+            # A block's rank is that of all its swaps together; incommensurable criteria rank by what comes in.
+            worth = (gain if always else profit).masked_fill(~win, 0).sum(2, keepdim=True) / (1 + flips)
+            allowed = round(self.budget_at(step) * worth.numel())
+            best = torch.zeros(worth.numel(), dtype=torch.bool, device=worth.device)
+            best[worth.flatten().sort(descending=True, stable=True).indices[:allowed]] = True
+            win &= best.view_as(worth)
+        self.expected -= 0.0 if always else float(profit[win].sum())
+        return win
+
+    def _exchange(self, name: str, dropped: Tensor, grown: Tensor, start: Tensor) -> None:
+        p = self.parameters[name]
+        changed = self.replace_mask(name, (self.masks[name] & ~dropped) | grown)
+        self.flips[name] += self.patterns[name].blocks(changed).any(2)
+        p.data.masked_fill_(dropped, 0)
+        if self.regrow == "step":
+            torch.where(grown, start, p.data, out=p.data)
+        clear_state(self.optimizer, p, changed)
+
+    # --- what is logged and kept ---
+
+    def metrics(self) -> dict[str, float]:
+        expected, self.expected = self.expected, 0.0
+        return super().metrics() | {
+            "expected_loss_change": expected,
+            "frozen_share": frozen_share(self.flips, self.freeze_after),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        more = {"flips": dict(self.flips), "sums": dict(self.sums), "squares": dict(self.squares)}
+        return super().state_dict() | more | {"expected": self.expected}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.master and not state["master"]:
+            self.master, self.effective = {}, {}
+        super().load_state_dict(state)
+        self.expected = state["expected"]
+        for name, flips in self.flips.items():
+            flips.copy_(state["flips"][name])
+            for here, there in ((self.sums, state["sums"]), (self.squares, state["squares"])):
+                if name in there:
+                    here[name] = torch.empty_like(self.parameters[name]).copy_(there[name])
+
+
+def _best(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest entries of each block (dimension 2) and their indices, ties to the lowest index."""
+    if count == 1:
+        top = value.max(2, keepdim=True)
+        return top.values, top.indices
+    order = torch.sort(value, dim=2, descending=True, stable=True)
+    return order.values[:, :, :count], order.indices[:, :, :count]

@@ -1,0 +1,248 @@
+"""Decay recipes: dropped weights fade out, or the pattern tightens in stages (Kao et al. 2022; its 2024 successor).
+
+Forward   mask decay: W * (m + (1 - m) * delta), delta falling from 1 at `start` to exactly 0 at `stop`
+          structure decay: m_t * W, the pattern N_t:M_t in stages down to the target, which holds from `stop`
+Gradient  `soft`: g * (m + (1 - m) * delta), differentiated through delta (the first paper's code)
+          `ste`: g unmodified (the successor's code); structure decay is the same with delta = 0
+Dropped   keep training with `ste`; with `soft` their gradient fades with them
+Cost      1, 1, 1 while delta > 0; then d, 1, 1 (`ste`) or d, 1, d (`soft`); structure: N_t/M_t, 1, 1 or N_t/M_t
+Departs   delta is exactly 0 from `stop`, whatever beta: in the public code an exponential never gets there, so its
+          final network is not N:M. Which stage holds follows from the step's range, never from an equality. Defaults
+          of `start`, `stop` and `interval` are ours: the papers' are tied to their epoch counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bame_cli.errors import ConfigError
+from bame_cli.methods.base import (
+    Layers,
+    MasterMethod,
+    Shapes,
+    at_share,
+    demand_at_least,
+    demand_one_of,
+    demand_share,
+)
+from bame_cli.sparsity.flops import FULL, ONE, Densities, Density
+from bame_cli.sparsity.layers import Layer
+from bame_cli.sparsity.pattern import Pattern, keep_where
+
+_SHAPES = {"mask": ("linear", "exponential"), "structure": ("stepwise", "geometric")}
+
+
+@dataclass(kw_only=True)
+class DecayMask(MasterMethod):
+    """Masks are taken by magnitude of W every `interval` steps, in all phases unless `refresh_after_stop` is off.
+
+    kind: `mask` | `structure`. shape: `linear` | `exponential` for mask, `stepwise` | `geometric` for structure;
+    None takes the first of its kind. gradient: `soft` | `ste`. start, stop: shares of training.
+    beta: what delta loses per interval (linear) or its rate (exponential); None reaches 0, or 0.01, at `stop`.
+    stages: patterns such as ["4:4", "3:4", "2:4"], monotone, the last the target; None derives them from `shape`.
+    """
+
+    kind: str = "mask"
+    shape: str | None = None
+    gradient: str = "ste"
+    start: float = 0.1
+    stop: float = 0.6
+    interval: int = 10
+    beta: float | None = None
+    stages: list[str] | None = None
+    refresh_after_stop: bool = True
+
+    def validate(self) -> None:
+        demand_one_of(tuple(_SHAPES), kind=self.kind)
+        demand_one_of(_SHAPES[self.kind], shape=self.form)
+        demand_one_of(("soft", "ste"), gradient=self.gradient)
+        demand_share(start=self.start, stop=self.stop)
+        demand_at_least(1, interval=self.interval)
+        if self.beta is not None:
+            demand_at_least(0, beta=self.beta)
+        if self.start > self.stop:
+            raise ConfigError(f"method.start={self.start} is after method.stop={self.stop}")
+        for key in ("beta",) if self.kind == "structure" else ("stages",):
+            if getattr(self, key) is not None:
+                raise ConfigError(f"method.{key} has no meaning with method.kind={self.kind}")
+
+    @property
+    def form(self) -> str:
+        """The shape in force."""
+        return self.shape or _SHAPES[self.kind][0]
+
+    def review(self, row: Layer) -> Layer:
+        if self.kind == "mask" or row.pattern is None:
+            return row
+        first, wanted = self.stages_of(row.pattern, row.shape)[0], self.stages_of(row.pattern, None)[0]
+        return row if first == wanted else replace(row, reason=f"starts at {first}: {wanted} does not fit its inputs")
+
+    def plan(self, shapes: Shapes, total_steps: int) -> None:
+        super().plan(shapes, total_steps)
+        self.first, self.last = at_share(self.start, total_steps), at_share(self.stop, total_steps)
+        self.staged = {n: self.stages_of(pattern, shape) for n, (shape, pattern) in shapes.items()}
+        early = max((len(stages) - 1 for stages in self.staged.values()), default=0)
+        if self.last - self.first < early:
+            raise ConfigError(
+                f"structure decay has {early} stages before its target, but only {self.last - self.first} of "
+                f"{total_steps} steps between method.start={self.start} and method.stop={self.stop}"
+            )
+        self.costs = dict[tuple[Pattern, ...] | None, Densities]()
+
+    def attach(self, layers: Layers, optimizer: torch.optim.Optimizer, total_steps: int) -> None:
+        self.now = 0
+        super().attach(layers, optimizer, total_steps)
+
+    # --- the schedule: pure functions of the step ---
+
+    def delta(self, step: int) -> float:
+        """What remains of dropped weights at step `step`: 1 before `start`, exactly 0 from `stop`."""
+        if self.kind == "structure" or step >= self.last:
+            return 0.0
+        if step < self.first:
+            return 1.0
+        done = (step - self.first) // self.interval
+        intervals = max(1, math.ceil((self.last - self.first) / self.interval))
+        if self.form == "linear":
+            return max(0.0, 1 - done * (1 / intervals if self.beta is None else self.beta))
+        return math.exp(-done * (math.log(100) / intervals if self.beta is None else self.beta))
+
+    def stage_at(self, name: str, step: int) -> Pattern:
+        """The pattern that a layer's mask has at step `step`; mask decay has one stage, the target."""
+        stages = self.staged[name]
+        if step >= self.last or len(stages) == 1:
+            return stages[-1]
+        if step < self.first:
+            return stages[0]
+        return stages[(len(stages) - 1) * (step - self.first) // (self.last - self.first)]
+
+    def stages_of(self, target: Pattern, shape: tuple[int, ...] | None) -> list[Pattern]:
+        """The stages of a layer of this shape (None: of any), each at least as dense or coarse as the next."""
+        if self.kind == "mask":
+            return [target]
+        if self.stages is not None:
+            chosen = [Pattern.parse(text) for text in self.stages]
+            _demand_monotone(chosen, target)
+        elif self.form == "stepwise":
+            chosen = stepwise(target)
+        else:
+            chosen = [Pattern(k * target.n, k * target.m) for k in (8, 4, 2, 1)]
+        # Where a coarse stage does not fit the inputs, the largest one that does takes its place.
+        fitting = [p for p in chosen if shape is None or p.fits(shape)]
+        return [p if p in fitting else fitting[0] for p in chosen]
+
+    def densities(self, step: int) -> Densities:
+        soft = self.delta(step) > 0
+        key = None if soft else tuple(self.stage_at(name, step) for name in self.patterns)
+        if key not in self.costs:
+            stages = dict(zip(self.patterns, key or (), strict=False))
+            self.costs[key] = {name: FULL if soft else self._cost(stages[name]) for name in self.patterns}
+        return self.costs[key]
+
+    def _cost(self, stage: Pattern) -> Density:
+        return Density(stage.density, ONE, ONE if self.gradient == "ste" else stage.density)
+
+    def pattern_at(self, step: int) -> Mapping[str, Pattern] | None:
+        if self.delta(step) > 0:
+            return None
+        return {name: self.stage_at(name, step) for name in self.patterns}
+
+    def warnings(self) -> list[str]:
+        if self.kind == "mask" and self.first < self.last <= self.first + self.interval:
+            return [f"decay lasts {self.last - self.first} steps, one interval: dropped weights go at once at its end"]
+        return []
+
+    # --- the three moments ---
+
+    def show(self, name: str) -> None:
+        """Write W * (m + (1 - m) * delta): hard when delta is 0."""
+        soften(self.master[name], self.masks[name], self.delta(self.now), out=self.effective[name])
+        self.parameters[name].data = self.effective[name]
+
+    def take_over(self) -> None:
+        for name, p in self.parameters.items():
+            self.masks[name] = self.stage_at(name, 0).project(p)
+        super().take_over()
+
+    @torch.no_grad()
+    def after_backward(self, step: int) -> None:
+        for p, mask in ((p, self.masks[name]) for name, p in self.parameters.items()):
+            if self.gradient == "soft" and p.grad is not None:
+                soften(p.grad, mask, self.delta(step), out=p.grad)
+        super().after_backward(step)
+
+    @torch.no_grad()
+    def after_update(self, step: int) -> None:
+        self.now = step + 1
+        for name in self.parameters:
+            stage = self.stage_at(name, self.now)
+            if self._refreshes(self.now) or stage != self.stage_at(name, step):
+                self.replace_mask(name, stage.project(self.master[name]))
+            self.show(name)
+
+    def _refreshes(self, step: int) -> bool:
+        """Intervals are counted from `start`, so that delta and mask change together; `stop` always refreshes."""
+        if step >= self.last and not self.refresh_after_stop:
+            return step == self.last
+        return (step - self.first) % self.interval == 0 or step == self.last
+
+    @contextmanager
+    def hardened(self) -> Iterator[None]:
+        """The network at its target pattern, whatever has faded or which stage holds."""
+        with torch.no_grad():
+            for name, target in self.patterns.items():
+                there = self.stage_at(name, self.now) == target
+                mask = self.masks[name] if there else target.project(self.master[name])
+                keep_where(self.master[name], mask, out=self.effective[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name in self.parameters:
+                    self.show(name)
+
+    def metrics(self) -> dict[str, float]:
+        return super().metrics() | ({"delta": self.delta(self.now)} if self.kind == "mask" else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"now": self.now}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.now = state["now"]
+
+
+def soften(weight: Tensor, mask: Tensor, factor: float, *, out: Tensor) -> Tensor:
+    """weight * (m + (1 - m) * factor), written to `out`, which may be `weight` itself."""
+    if factor == 1:
+        return weight if out is weight else out.copy_(weight)
+    if factor == 0:
+        return keep_where(weight, mask, out=out)
+    faded = weight * factor if out is weight else torch.mul(weight, factor, out=out)
+    return torch.where(mask, weight, faded, out=out)
+
+
+def stepwise(target: Pattern) -> list[Pattern]:
+    """N_t = M, M-1, then halved from M/2 down to N, at a constant M: 16, 15, 8, 4, 2, 1 of 16 for 1:16."""
+    kept, half = [target.m, target.m - 1], target.m // 2
+    while half > target.n:
+        kept.append(half)
+        half //= 2
+    unique = dict.fromkeys(n for n in (*kept, target.n) if n >= target.n)
+    return [Pattern(n, target.m) for n in unique]
+
+
+def _demand_monotone(stages: list[Pattern], target: Pattern) -> None:
+    """Raise ConfigError unless density and block size never grow and the last stage is the target."""
+    falling = all(a.density >= b.density and a.m >= b.m for a, b in pairwise(stages))
+    if not stages or not falling or stages[-1] != target:
+        names = ", ".join(map(str, stages)) or "nothing"
+        raise ConfigError(f"method.stages={names}: a falling list of patterns that ends in {target}")

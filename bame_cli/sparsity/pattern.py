@@ -1,0 +1,200 @@
+"""N:M patterns: what a block is, which of its weights are kept, and whether a tensor obeys.
+
+A block is M consecutive inputs of one output: along `in` of a Linear weight (out, in), and along the input
+channels of a Conv2d weight (out, in/groups, kh, kw) at one fixed (out, kh, kw). That is the grouping of sparse
+tensor cores. It is always dimension 1 of the weight, so `weight.unflatten(1, (-1, M))` exposes every block along
+dimension 2 without copying, whatever the layer and the memory format.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bame_cli.errors import ConfigError
+
+# Weights are projected a few rows at a time: the scratch memory stays in cache and never grows with the layer.
+_CHUNK = 1 << 20
+# Bytes become floats fast, bools do not: on a CPU a mask is widened a chunk at a time, within the cache.
+_WIDENED = 1 << 19
+# Up to this M, comparing all pairs of a block beats selecting its N-th largest.
+_PAIRWISE = 8
+
+
+class Violation(NamedTuple):
+    """Blocks that keep more than N weights: how many, the first one's index in `blocks(weight)[:, :, 0]`, its kept."""
+
+    blocks: int
+    first: tuple[int, ...]
+    kept: int
+
+
+@dataclass(frozen=True, order=True)
+class Pattern:
+    """N:M, N kept out of M consecutive inputs: `1:16` keeps 1 of 16 and is 93.75 % sparse. 1 <= N <= M."""
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n <= self.m:
+            raise ConfigError(f"no such pattern: {self.n}:{self.m}; N:M keeps N of M, 1 <= N <= M, for example 2:4")
+
+    @classmethod
+    def parse(cls, text: str) -> Pattern:
+        """Read `"1:16"`. Raises ConfigError for anything that is not a valid pair."""
+        match = re.fullmatch(r"(\d+):(\d+)", str(text).strip())
+        if not match:
+            raise ConfigError(f"no such pattern: {str(text)!r}; write N:M with 1 <= N <= M, for example 2:4 or 1:16")
+        return cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+    @property
+    def slug(self) -> str:
+        """The pattern as a path may hold it: `1of16`."""
+        return f"{self.n}of{self.m}"
+
+    @property
+    def density(self) -> Fraction:
+        """Share of the weights that is kept, exactly."""
+        return Fraction(self.n, self.m)
+
+    def fits(self, shape: torch.Size | tuple[int, ...]) -> bool:
+        """Whether the inputs of one output, dimension 1 of a weight, are a multiple of M."""
+        return len(shape) >= 2 and shape[1] % self.m == 0
+
+    def num_blocks(self, shape: torch.Size | tuple[int, ...]) -> int:
+        """How many blocks a weight of this shape has."""
+        return torch.Size(shape).numel() // self.m
+
+    def blocks(self, weight: Tensor) -> Tensor:
+        """A view of `weight`, (out, in, ...) as (out, in/M, M, ...): block entries lie along dimension 2."""
+        if not self.fits(weight.shape):
+            raise ValueError(f"a weight of shape {tuple(weight.shape)} has no blocks of {self.m} inputs")
+        return weight.view(weight.shape[0], -1, self.m, *weight.shape[2:])
+
+    def project(self, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """The mask (bool, True = kept) of the N largest |w| of each block, ties to the lowest index.
+
+        Scores are compared in fp32. Exactly N per block, also for all-equal, all-zero and infinite weights.
+        `out`: a bool tensor like `weight` to write into. Raises FloatingPointError when a weight is NaN.
+        """
+        mask = torch.empty_like(weight, dtype=torch.bool) if out is None else out
+        blocks, kept = self.blocks(weight.detach()), self.blocks(mask)
+        rows = max(1, _CHUNK // max(1, weight[0].numel()))
+        scratch = torch.empty(blocks[:rows].shape, dtype=torch.float32, device=weight.device)
+        for start in range(0, weight.shape[0], rows):
+            part = slice(start, start + rows)
+            score = scratch[: len(blocks[part])].copy_(blocks[part]).abs_()
+            kept[part] = keep_largest(score, self.n, dim=2)
+        return mask
+
+    def check(self, weight: Tensor) -> Violation | None:
+        """None when every block of `weight` has at most N non-zeros, else what is wrong."""
+        kept = (self.blocks(weight) != 0).sum(2)
+        wrong = (kept > self.n).nonzero()
+        if not len(wrong):
+            return None
+        first = tuple(int(i) for i in wrong[0])
+        return Violation(blocks=len(wrong), first=first, kept=int(kept[first]))
+
+
+class Picked:
+    """Some blocks of a weight, as rows: reads and writes (len(ids), M) in any tensor laid out like that weight.
+
+    `ids` (int64) number the blocks in the order of `pattern.blocks(weight).select(2, 0).flatten()`.
+    """
+
+    def __init__(self, pattern: Pattern, weight: Tensor, ids: Tensor) -> None:
+        self.ids, self.m = ids, pattern.m
+        view = pattern.blocks(weight)
+        start, rest = torch.zeros_like(ids), ids
+        for dim in reversed([d for d in range(view.dim()) if d != 2]):
+            start += rest % view.shape[dim] * view.stride(dim)
+            rest = rest // view.shape[dim]
+        # A block whose entries are neighbours in memory moves as one row, else entry by entry.
+        self.width = self.m if view.stride(2) == 1 else 1
+        entries = view.stride(2) * torch.arange(self.m, device=ids.device)
+        self.index = start // self.m if self.width == self.m else (start[:, None] + entries).flatten()
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided((tensor.numel() // self.width, self.width), (self.width, 1))
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The picked blocks of `tensor`, a copy, (len(ids), M)."""
+        return self._rows(tensor).index_select(0, self.index).view(-1, self.m)
+
+    def write(self, tensor: Tensor, values: Tensor) -> None:
+        """Put (len(ids), M) values into the picked blocks of `tensor`, in place."""
+        self._rows(tensor).index_copy_(0, self.index, values.reshape(-1, self.width))
+
+
+def storage_order(tensor: Tensor) -> Tensor:
+    """A flat view of a dense tensor in memory order, channels-last or not."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def keep_where(tensor: Tensor, mask: Tensor, *, out: Tensor) -> Tensor:
+    """mask * tensor, written to `out`, which may be `tensor`: one pass, no memory that grows with the weight."""
+    if tensor.is_cuda or not tensor.stride() == mask.stride() == out.stride():
+        return torch.mul(tensor, mask, out=out)
+    source, kept, target = storage_order(tensor), storage_order(mask).view(torch.uint8), storage_order(out)
+    scratch = torch.empty(min(_WIDENED, len(source)), dtype=tensor.dtype)
+    for start in range(0, len(source), _WIDENED):
+        part = slice(start, start + _WIDENED)
+        wide = scratch[: len(kept[part])].copy_(kept[part])
+        torch.mul(source[part], wide, out=target[part])
+    return out
+
+
+def zero_where_(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Set `tensor` to 0 where the mask is False, in place."""
+    return keep_where(tensor, mask, out=tensor)
+
+
+def keep_largest(score: Tensor, n: int, *, dim: int) -> Tensor:
+    """Mask of the `n` largest entries along `dim`, exactly n, ties to the lowest index. FloatingPointError on NaN."""
+    if score.device.type != "meta" and torch.isnan(score.amax()):
+        raise FloatingPointError("cannot rank weights: some are NaN")
+    m = score.shape[dim]
+    if n == m:
+        return torch.ones_like(score, dtype=torch.bool)
+    if n > 1 and m <= _PAIRWISE:
+        return _by_pairs(score, n, dim)
+    nth = score.amax(dim, keepdim=True) if n == 1 else score.topk(n, dim).values.narrow(dim, n - 1, 1)
+    mask = score >= nth
+    # The threshold keeps more than n only where entries tie with the n-th; those rare chunks are ranked in full.
+    if score.device.type != "meta" and int(mask.count_nonzero()) != score.numel() // m * n:
+        order = torch.sort(score, dim=dim, descending=True, stable=True).indices.narrow(dim, 0, n)
+        mask = torch.zeros_like(mask).scatter_(dim, order, True)
+    return mask
+
+
+def _by_pairs(score: Tensor, n: int, dim: int) -> Tensor:
+    """`keep_largest` by comparing all pairs of entries as strided vectors: no sort, no index, no tie left open."""
+    entries = score.unbind(dim)
+    losses = [torch.zeros_like(entry, dtype=torch.uint8) for entry in entries]
+    for i, one in enumerate(entries):
+        for j in range(i + 1, len(entries)):
+            wins = one >= entries[j]
+            losses[j] += wins
+            losses[i] += ~wins
+    return torch.stack([lost < n for lost in losses], dim)
+
+
+def lowest(score: Tensor, count: int) -> Tensor:
+    """Indices of the `count` lowest scores, ascending; ties to the lowest index. By selection, not by sorting."""
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64, device=score.device)
+    limit = torch.kthvalue(score, count).values
+    chosen = score < limit
+    ties = (score == limit).nonzero().squeeze(1)
+    chosen[ties[: count - int(chosen.count_nonzero())]] = True
+    return chosen.nonzero().squeeze(1)

@@ -1,0 +1,154 @@
+"""What a run says: lines on the terminal and in `train.log`, rows in `metrics.jsonl`, and a tracker if asked.
+
+The local files are the truth. A tracker that fails is reported once and never stops training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+Row = dict[str, Any]
+logger = logging.getLogger("bame_cli")
+
+
+class Tracker(Protocol):
+    """Somewhere else that rows go to."""
+
+    def log(self, row: Row) -> None: ...
+
+    def finish(self, status: str) -> None: ...
+
+
+class RunLog:
+    """The log of one run in its folder. Use as a context manager: its handlers leave with it."""
+
+    def __init__(self, folder: Path, *, tracker: Callable[[], Tracker | None] = lambda: None) -> None:
+        self.path = folder / "metrics.jsonl"
+        self.handlers: list[logging.Handler] = [_Terminal(), logging.FileHandler(folder / "train.log")]
+        self.handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.handlers[0].addFilter(lambda record: not getattr(record, "file_only", False))
+        self.open_tracker, self.tracker = tracker, None
+
+    def __enter__(self) -> RunLog:
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        for handler in self.handlers:
+            logger.addHandler(handler)
+        self.rows = self.path.open("a")
+        self.tracker = self._guard(self.open_tracker)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.rows.close()
+        for handler in self.handlers:
+            logger.removeHandler(handler)
+            handler.close()
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Append one row of metrics. What is not a finite number is written as null: the file stays valid JSON."""
+        clean = {key: _plain(value) for key, value in row.items()}
+        self.rows.write(json.dumps(clean, allow_nan=False) + "\n")
+        self.rows.flush()
+        if self.tracker is not None:
+            tracker = self.tracker
+            self._guard(lambda: tracker.log(clean))
+
+    def finish(self, status: str) -> None:
+        """Tell the tracker how the run ended."""
+        if self.tracker is not None:
+            tracker = self.tracker
+            self._guard(lambda: tracker.finish(status))
+
+    def position(self) -> int:
+        """Where the file of rows ends now, for a checkpoint to remember."""
+        return self.rows.tell()
+
+    def rewind(self, position: int) -> None:
+        """Drop the rows that a checkpoint does not know of: they will be made again."""
+        self.rows.truncate(min(position, self.rows.seek(0, 2)))
+        self.rows.seek(0, 2)
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            logger.warning("the tracker failed and is left out from here on: %s", error)
+            self.tracker = None
+            return None
+
+
+class _Terminal(logging.Handler):
+    """Lines on standard output that do not tear the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        tqdm.write(text if record.levelno < logging.WARNING else f"warning: {text}", file=sys.stdout)
+
+
+def progress_bar(total: int, done: int) -> tqdm[Any]:
+    """A bar over steps on standard error; silent when that is not a terminal."""
+    return tqdm(total=total, initial=done, unit="step", disable=None, dynamic_ncols=True, file=sys.stderr)
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- trackers ---
+
+
+class WandbTracker:
+    """Weights & Biases. Without an account it logs offline; it never asks for anything."""
+
+    def __init__(
+        self, *, project: str, name: str, group: str, mode: Any, folder: Path, config: Row, run_id: str
+    ) -> None:
+        import wandb
+
+        if mode == "online" and not wandb.api.api_key:
+            logger.warning("wandb: no API key, logging offline; `wandb sync` sends it later")
+            mode = "offline"
+        self.run = wandb.init(
+            project=project,
+            name=name,
+            group=group,
+            mode=mode,
+            dir=str(folder),
+            config=config,
+            id=run_id,
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, row: Row) -> None:
+        self.run.log(row, step=row["step"])
+
+    def finish(self, status: str) -> None:
+        self.run.summary["status"] = status
+        self.run.finish(exit_code=0 if status == "finished" else 1)
+
+
+class TensorBoardTracker:
+    """Scalars under `tensorboard/` in the run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, row: Row) -> None:
+        for key, value in row.items():
+            if key != "step" and isinstance(value, int | float):
+                self.writer.add_scalar(key, value, row["step"])
+
+    def finish(self, status: str) -> None:
+        self.writer.add_text("status", status)
+        self.writer.close()

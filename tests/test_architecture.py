@@ -1,0 +1,89 @@
+"""The shape of the house: imports go one way, and each outside library has its one door."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import bame_cli
+from bame_cli.methods import METHODS
+
+ROOT = Path(bame_cli.__file__).parent
+MODULES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in ROOT.rglob("*.py")}
+
+# A room may import the rooms to its right of the arrow, itself included.
+ROOMS = {
+    "sparsity": {"sparsity", "errors"},
+    "methods": {"methods", "sparsity", "errors"},
+    "training": {"training", "methods.base", "sparsity", "errors"},
+    "config": {"methods", "sparsity", "errors"},
+    "compose": {"config", "errors"},
+    "folder": {"errors"},
+    "export": {"sparsity", "errors"},
+    "blueprint": {"config", "methods", "training", "sparsity", "errors"},
+    "report": {"blueprint", "folder", "config", "methods", "training", "sparsity", "errors"},
+    "run": {"report", "blueprint", "folder", "export", "config", "methods", "training", "sparsity", "errors"},
+    "bench": {"blueprint", "config", "methods", "training", "sparsity", "errors"},
+}
+DOORS = {
+    "timm": {"training.models", "training.optim"},
+    "huggingface_hub": {"training.models"},
+    "torchvision": {"training.data", "training.arrays"},
+    "sklearn": {"training.arrays"},
+    "wandb": {"training.log"},
+    "tqdm": {"training.log"},
+    "safetensors": {"export"},
+    "hydra": {"cli", "compose", "config"},
+    "omegaconf": {"compose", "config"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_go_one_way(name):
+    allowed = ROOMS.get(name.split(".")[0])
+    if allowed is None:
+        return
+    ours = {i.removeprefix("bame_cli.") for i in imports(MODULES[name]) if i.startswith("bame_cli.")}
+    stray = {i for i in ours if not any(i == a or i.startswith(f"{a}.") for a in allowed)}
+    stray -= {"__version__"}  # the package's own version is no room
+    # `from bame_cli.methods import base` names the room and the module; both are judged, the room as its own name.
+    stray -= {a.split(".")[0] for a in allowed if "." in a}
+    assert not stray, f"{name} must not import {sorted(stray)}"
+
+
+@pytest.mark.parametrize("library", sorted(DOORS))
+def test_every_library_has_its_door(library):
+    users = {n for n, path in MODULES.items() if any(i.split(".")[0] == library for i in imports(path))}
+    assert users, f"nothing imports {library}: the door is stale"
+    assert users <= DOORS[library]
+
+
+def test_sparsity_knows_torch_only():
+    for name, path in MODULES.items():
+        if name.startswith("sparsity."):
+            outside = {i.split(".")[0] for i in imports(path)} & {"numpy", "timm", "torchvision", "hydra", "omegaconf"}
+            assert not outside, name
+
+
+def test_no_method_is_named_in_training():
+    for name, path in MODULES.items():
+        if name.startswith("training."):
+            words = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            assert not words & set(METHODS), name
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_rooms_stay_small(name):
+    assert len(MODULES[name].read_text().splitlines()) <= 300
