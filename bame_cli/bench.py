@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from bame_cli.blueprint import layer_rows, model_options
+from bame_cli.blueprint import layer_rows, model_options, optimization
 from bame_cli.config import Config
 from bame_cli.methods import Method
 from bame_cli.methods.base import Layers
 from bame_cli.sparsity.layers import sparse_layers
-from bame_cli.training import models, optim
+from bame_cli.training import models
 
 METHODS = "static,srste,decay_mask,bame"
 Row = dict[str, Any]
@@ -93,15 +93,7 @@ def measure(
 def _lane(config: Config, size: int, device: torch.device) -> Lane:
     torch.manual_seed(config.seed)
     model = models.create(image_shape=(3, size, size), **model_options(config, 1000)).to(device)
-    recipe = config.recipe
-    optimizer = optim.build_optimizer(
-        model,
-        name=recipe.optimizer,
-        lr=1e-3,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
-        args=recipe.optimizer_args,
-    )
+    optimizer, _ = optimization(config, model, _STEPS)
     layers = sparse_layers(model, layer_rows(config, model))
     config.method.attach(layers, optimizer, _STEPS)
     return Lane(model.train(), config.method, optimizer, layers)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from bame_cli.config import Config
 from bame_cli.errors import ConfigError
@@ -15,7 +16,7 @@ from bame_cli.sparsity.flops import Bill, ForwardCost, forecast, forward_cost
 from bame_cli.sparsity.layers import Layer, demand_sparse, survey
 from bame_cli.sparsity.pattern import Pattern
 from bame_cli.training import data as datasets
-from bame_cli.training import models
+from bame_cli.training import models, optim
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def blueprint(config: Config, facts: datasets.Facts) -> Blueprint:
     cost = forward_cost(model, facts.image_shape)
     shapes = {row.name: (torch.Size(row.shape), row.pattern) for row in rows if row.pattern}
     config.method.plan(shapes, steps)
+    optimizer, _ = optimization(config, model, facts.train // batch)
+    config.method.admit(optimizer)
     expected = forecast(
         cost,
         config.method.densities,
@@ -69,6 +72,26 @@ def blueprint(config: Config, facts: datasets.Facts) -> Blueprint:
         skip_first=config.flops.skip_first,
     )
     return Blueprint(config, facts, sum(p.numel() for p in model.parameters()), rows, cost, expected)
+
+
+def optimization(config: Config, model: nn.Module, steps_per_epoch: int) -> tuple[Optimizer, optim.Schedule]:
+    """The recipe's optimizer and learning-rate schedule for a model."""
+    recipe = config.recipe
+    optimizer = optim.build_optimizer(
+        model,
+        name=recipe.optimizer,
+        lr=recipe.lr,
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+        args=recipe.optimizer_args,
+    )
+    schedule = optim.Schedule(
+        optimizer,
+        total_steps=recipe.epochs * steps_per_epoch,
+        warmup_steps=round(recipe.warmup_epochs * steps_per_epoch),
+        min_lr=recipe.min_lr,
+    )
+    return optimizer, schedule
 
 
 def load_data(config: Config, device: torch.device | str = "cpu") -> datasets.Data:

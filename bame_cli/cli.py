@@ -10,50 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bame_cli import __version__
+from bame_cli import __version__, texts
 from bame_cli.errors import ConfigError, near_misses
-
-HELP = f"""bame {__version__}: train N:M structured-sparse networks, with an honest bill of FLOPs
-
-usage: bame <verb> [key=value ...]
-
-  train    train a network: bame train model=resnet50 sparsity=1:16
-  layers   which layers would be sparse, and why the others not: bame layers model=resnet50 sparsity=1:16
-  verify   check every block of a saved network: bame verify <run folder or file.safetensors>
-  bench    measure methods against dense training: bame bench model=resnet50 sparsity=1:16
-
-  bame <verb> --help says what a verb takes.
-
-N:M keeps N of every M consecutive inputs: 1:16 keeps 1 of 16 and is 93.75 % sparse.
-Exit codes: 0 done, 1 a run failed or a check did not hold, 2 the command is wrong, 130/143 interrupted (resumable).
-"""
-
-LAYERS_HELP = """bame layers [key=value ...] [format=text|json]
-
-Prints which weights would be N:M sparse, and why the others stay dense. Trains nothing, needs no data.
-
-  bame layers model=resnet50 dataset=imagenet sparsity=1:16
-  bame layers model=vit_small_patch16_224 dataset=imagenet sparsity=2:4 'sparsity.exclude=["*.attn.*"]'
-  bame layers sparsity=2:4,1:16 format=json
-
-Takes every option of `bame train`; lists of patterns, models and methods need no -m.
-"""
-
-VERIFY_HELP = """bame verify <run folder or file.safetensors> [pattern=N:M] [format=text|json]
-
-Checks every block of every sparse weight. Exit code 1 when one has more than N non-zeros, and says which.
-A file of ours says itself which weights are sparse; `pattern` checks another file, or against another pattern: every
-weight of two or more dimensions whose inputs are a multiple of M, and that has zeros at all.
-"""
-
-BENCH_HELP = """bame bench [key=value ...] [methods=a,b] [size=64] [batch=16] [rounds=7] [format=text|json]
-
-Measures a training step of each method as a ratio to dense, interleaved in one process, medians with their spread;
-the projection of all masks against sorting and against a plain copy; and memory that does not grow with the batch.
-Takes every option of `bame train` (model, sparsity, method options of the named method).
-
-  bame bench model=resnet50 sparsity=1:16
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -74,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(HELP, end="")
+        print(texts.BAME, end="")
         return 0
     if words[0] == "--version":
         print(__version__)
@@ -116,7 +74,11 @@ def _job(node: Any) -> float:
     from hydra.types import RunMode
 
     hydra = HydraConfig.get()
-    record: dict[str, Any] = {"overrides": list(hydra.overrides.task), "code": 0, "error": ""}
+    record: dict[str, Any] = {
+        "overrides": [word.replace("\\", "") for word in hydra.overrides.task],
+        "code": 0,
+        "error": "",
+    }
     try:
         from bame_cli import config, run
 
@@ -124,8 +86,6 @@ def _job(node: Any) -> float:
         record |= {"code": outcome.code, "folder": str(outcome.folder), "status": outcome.result["status"]}
         record |= {"error": outcome.result.get("error", ""), "top1": outcome.result.get("top1")}
     except ConfigError as error:
-        if hydra.mode == RunMode.RUN:
-            raise
         print(f"bame: {error}", file=sys.stderr)
         record |= {"code": 2, "status": "refused", "error": str(error)}
     if hydra.mode == RunMode.RUN:
@@ -151,38 +111,6 @@ def _sweep_summary(records: list[dict[str, Any]], sweep: Path) -> int:
     return 1 if failed else 0
 
 
-def _train_help() -> str:
-    from importlib.resources import files
-
-    from bame_cli import compose
-
-    groups = []
-    for group in ("model", "dataset", "sparsity", "method", "recipe", "logger"):
-        listed = sorted(f.name.removesuffix(".yaml") for f in files("bame_cli.conf").joinpath(group).iterdir())
-        extra = {"model": "any timm classifier by name", "sparsity": "any N:M, for example 2:4 or 1:16"}.get(group)
-        groups.append(f"  {group:<10}{', '.join([*listed, *([extra] if extra else [])])}")
-    options = "\n".join(f"  {line}" for line in compose.composed([], plain=True).splitlines())
-    return f"""bame train [group=option ...] [key=value ...] [-m] [--cfg job]
-
-Trains a network, N:M sparse by the chosen method, and writes a folder with its log, metrics, checkpoints, final
-weights and result. The same command again says that it is finished, or goes on where it stopped.
-
-  bame train                                          a small residual network by BAME at 2:4 on digits
-  bame train model=resnet50 sparsity=1:16             any timm model, any pattern
-  bame train method=srste method.decay=1e-4 seed=1    a method and its options
-  bame train -m method=bame,srste seed=0,1,2          a sweep: every combination, one after the other
-  bame train method=srste --cfg job                   what a command amounts to, without running it
-  bame train +model.args.drop_path_rate=0.1           an argument of the model's own, with a plus sign
-  bame train '+sparsity.overrides={{*.conv2:2:4}}'      another pattern for some layers, or `dense`
-
-groups (one file each under conf/)
-{chr(10).join(groups)}
-
-options with their defaults (those of `method` differ by method: see conf/method/)
-{options}
-"""
-
-
 # --- verbs that compose options without training ---
 
 
@@ -198,6 +126,43 @@ def _layers(words: list[str]) -> int:
     else:
         print("\n\n".join(report.layer_text(table) for table in tables))
     return 0
+
+
+def _flops(words: list[str]) -> int:
+    own, words = _split(words, {"format": "text", "run": "", "per_layer": "false", "plot": ""})
+    if own["format"] not in ("text", "md", "csv", "json"):
+        raise ConfigError(f"format={own['format']}: text, md, csv or json")
+    from bame_cli import compose, costs
+
+    if own["run"]:
+        if words:
+            raise ConfigError(f"run={own['run']} is charged as it was run: {words[0]} has no place beside it")
+        print(costs.show(costs.recharge(Path(own["run"])), own["format"]))
+        return 0
+    one = any(word.startswith(("method=", "method.")) for word in words)
+    configs = compose.configs(words if one else [*words, f"method={','.join(_compared())}"])
+    if own["per_layer"] not in ("true", "false"):
+        raise ConfigError(f"per_layer={own['per_layer']}: true or false")
+    if own["per_layer"] == "true":
+        if len(configs) > 1:
+            raise ConfigError("per_layer=true shows one method at one pattern: name them, method=bame sparsity=2:4")
+        print(costs.show(costs.per_layer(configs[0]), own["format"]))
+        return 0
+    others = [word for word in words if not word.startswith(("method=", "method.", "sparsity="))]
+    rows = costs.compare(configs, compose.composed([*others, "method=srste"]))
+    print(costs.show(rows, own["format"]))
+    if own["plot"]:
+        from bame_cli import plots
+
+        labels = [" ".join(filter(None, (row["method"], row["pattern"]))) for row in rows]
+        plots.bills(rows, dict(zip(labels, map(costs.cumulative, configs), strict=True)), Path(own["plot"]))
+    return 0
+
+
+def _compared() -> list[str]:
+    from bame_cli.methods import METHODS
+
+    return list(METHODS)
 
 
 def _bench(words: list[str]) -> int:
@@ -249,8 +214,9 @@ def _number(key: str, text: str) -> int:
 
 
 VERBS: dict[str, tuple[Callable[[list[str]], int], str | Callable[[], str]]] = {
-    "train": (_train, _train_help),
-    "layers": (_layers, LAYERS_HELP),
-    "verify": (_verify, VERIFY_HELP),
-    "bench": (_bench, BENCH_HELP),
+    "train": (_train, texts.train),
+    "layers": (_layers, texts.LAYERS),
+    "flops": (_flops, texts.FLOPS),
+    "verify": (_verify, texts.VERIFY),
+    "bench": (_bench, texts.BENCH),
 }

@@ -66,7 +66,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def clear(folder: Path) -> None:
-    """Remove what a run wrote, and nothing else."""
+    """Remove what a run wrote, and nothing else; the folder stays where it holds anything else."""
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
     for name in FOLDERS:

@@ -91,7 +91,7 @@ def layer_text(report: dict[str, Any]) -> str:
         (r["name"], "x".join(map(str, r["shape"])), r["pattern"] or "dense", f"{r['flops'] / 1e6:.2f}", r["reason"])
         for r in report["layers"]
     ]
-    table = _aligned([("layer", "shape", "pattern", "MFLOPs", "reason"), *rows])
+    table = aligned([("layer", "shape", "pattern", "MFLOPs", "reason"), *rows])
     share = 100 * report["weights_sparse"] / max(1, report["weights_total"])
     ratio = report["flops_sparse"] / report["flops_dense"]
     return f"""{report["model"]} by {report["method"]}, images of {"x".join(map(str, report["image_shape"]))}
@@ -104,7 +104,7 @@ forward FLOPs of one image (2 x multiply-accumulates): {report["flops_dense"]:,}
 {report["flops_sparse"]:,} sparse ({ratio:.4f})"""
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> str:
+def aligned(rows: list[tuple[str, ...]]) -> str:
     """Columns as wide as their widest entry; numbers to the right would need units, so all to the left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -123,7 +123,8 @@ def closing(result: dict[str, Any], where: Path) -> list[str]:
         else ""
     )
     lines = {
-        "method": f"{result['method']} {result['pattern'] or ''} on {result['model']}, {result['dataset']}",
+        "method": f"{' '.join(filter(None, (result['method'], result['pattern'])))} on {result['model']}, "
+        f"{result['dataset']}",
         "top-1": f"{result['top1']:.2f} %{best}, top-5 {result['top5']:.2f} %",
         "training FLOPs": f"{flops['train']:.3e}, {flops['train_ratio']:.3f} of dense "
         f"({flops['train_ratio_dense_grad_input']:.3f} with dense grad_input)",
@@ -201,12 +202,14 @@ def result_of_run(plan: Blueprint, run: Run | None, status: str, error: str) -> 
 
 
 def _flops(plan: Blueprint, bill: Bill) -> dict[str, Any]:
-    sparse = plan.cost.at(plan.density)
+    sparse, dense = plan.cost.at(plan.density), bill.dense()
     return {
         "forward_dense": plan.cost.total,
         "forward_sparse": sparse,
         "inference_ratio": sparse / plan.cost.total,
-        "train_dense": bill.dense().total,
+        "images": bill.images,
+        "train_dense": dense.total,
+        "dense_grad_input": dense.grad_input,
         "train": bill.total,
         "train_ratio": bill.ratio(),
         "forward": bill.forward,

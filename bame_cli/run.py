@@ -13,7 +13,7 @@ from torch import nn
 
 from bame_cli import __version__
 from bame_cli import folder as folders
-from bame_cli.blueprint import Blueprint, blueprint, load_data, model_options
+from bame_cli.blueprint import Blueprint, blueprint, load_data, model_options, optimization
 from bame_cli.config import Config, digest, folder
 from bame_cli.errors import ConfigError
 from bame_cli.export import patterns_in, read_weights, verify_weights, write_weights
@@ -22,7 +22,7 @@ from bame_cli.report import closing, layer_table, preface, result_of_run
 from bame_cli.sparsity.flops import Bill
 from bame_cli.sparsity.layers import sparse_layers
 from bame_cli.training import log as logs
-from bame_cli.training import models, optim
+from bame_cli.training import models
 from bame_cli.training.checkpoint import Checkpoints
 from bame_cli.training.data import Data
 from bame_cli.training.loop import Interrupted, Run, restore, train
@@ -61,8 +61,13 @@ def run(config: Config, config_text: str) -> Outcome:
         folders.write(where / "digest", mark + "\n")
         folders.write(where / "config.yaml", config_text)
         folders.write(where / "layers.json", json.dumps(layer_table(plan), indent=1) + "\n")
-        with logs.RunLog(where, tracker=lambda: _tracker(config, config_text, where)) as log:
-            return _guarded(plan, data, where, device, log)
+        with logs.RunLog(where, tracker=lambda: _tracker(config, where)) as log:
+            try:
+                return _guarded(plan, data, where, device, log)
+            except ConfigError:  # refused after all: leave no trace of a run that never was
+                if not ours:
+                    folders.clear(where)
+                raise
 
 
 def device_of(name: str) -> torch.device:
@@ -84,9 +89,10 @@ def _guarded(plan: Blueprint, data: Data, where: Path, device: torch.device, log
     run: Run | None = None
     status, code, error = "finished", 0, ""
     try:
+        run = build(plan, data, where, device, log)
         for line in preface(plan, data.about, where, device):
             logger.info(line)
-        run = build(plan, data, where, device, log)
+        resume(plan, run)
         train(run)
     except ConfigError:
         raise
@@ -112,7 +118,7 @@ def _guarded(plan: Blueprint, data: Data, where: Path, device: torch.device, log
 
 
 def build(plan: Blueprint, data: Data, where: Path, device: torch.device, log: logs.RunLog) -> Run:
-    """Everything a run is made of, at its first step or at the one it stopped after."""
+    """Everything a run is made of, at its first step."""
     config, recipe = plan.config, plan.config.recipe
     torch.manual_seed(config.seed)
     model = models.create(
@@ -122,23 +128,10 @@ def build(plan: Blueprint, data: Data, where: Path, device: torch.device, log: l
     )
     _load_weights(config, model)
     model.to(device)
-    optimizer = optim.build_optimizer(
-        model,
-        name=recipe.optimizer,
-        lr=recipe.lr,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
-        args=recipe.optimizer_args,
-    )
-    schedule = optim.Schedule(
-        optimizer,
-        total_steps=plan.total_steps,
-        warmup_steps=round(recipe.warmup_epochs * plan.steps_per_epoch),
-        min_lr=recipe.min_lr,
-    )
+    optimizer, schedule = optimization(config, model, plan.steps_per_epoch)
     layers = sparse_layers(model, plan.rows)
     config.method.attach(layers, optimizer, plan.total_steps)
-    run = Run(
+    return Run(
         model,
         config.method,
         optimizer,
@@ -156,14 +149,18 @@ def build(plan: Blueprint, data: Data, where: Path, device: torch.device, log: l
         log_every=config.log.every,
         save_every_epochs=config.checkpoint.every_epochs,
     )
+
+
+def resume(plan: Blueprint, run: Run) -> None:
+    """Say what the user should know before time is spent, and go on from a checkpoint where there is one."""
+    for note in _notes(plan):
+        logger.warning(note)
     run.checkpoints.folder.mkdir(exist_ok=True)
-    _warn(plan)
     state, note = run.checkpoints.load()
     if note:
         logger.warning(note)
     if state is not None:
         restore(run, state)
-    return run
 
 
 def _load_weights(config: Config, model: nn.Module) -> None:
@@ -174,8 +171,7 @@ def _load_weights(config: Config, model: nn.Module) -> None:
         logger.info(note)
 
 
-def _warn(plan: Blueprint) -> None:
-    """Say what the user should know before time is spent."""
+def _notes(plan: Blueprint) -> list[str]:
     config = plan.config
     notes = models.warnings(config.model.name, plan.facts.image_shape[1]) + config.method.warnings()
     if config.method.wants_dense_weights and not (config.model.pretrained or config.model.checkpoint):
@@ -185,11 +181,10 @@ def _warn(plan: Blueprint) -> None:
         )
     if plan.cost.not_counted:
         notes.append(f"not counted in the bill: {', '.join(plan.cost.not_counted)}")
-    for note in notes:
-        logger.warning(note)
+    return notes
 
 
-def _tracker(config: Config, config_text: str, where: Path) -> logs.Tracker | None:
+def _tracker(config: Config, where: Path) -> logs.Tracker | None:
     if config.logger.name == "tensorboard":
         return logs.TensorBoardTracker(where)
     if config.logger.name == "none":

@@ -24,6 +24,8 @@ ROOMS = {
     "export": {"sparsity", "errors"},
     "blueprint": {"config", "methods", "training", "sparsity", "errors"},
     "report": {"blueprint", "folder", "config", "methods", "training", "sparsity", "errors"},
+    "costs": {"report", "blueprint", "folder", "config", "methods", "sparsity", "errors"},
+    "plots": {"errors"},
     "run": {"report", "blueprint", "folder", "export", "config", "methods", "training", "sparsity", "errors"},
     "bench": {"blueprint", "config", "methods", "training", "sparsity", "errors"},
 }
@@ -35,6 +37,7 @@ DOORS = {
     "wandb": {"training.log"},
     "tqdm": {"training.log"},
     "safetensors": {"export"},
+    "matplotlib": {"plots"},
     "hydra": {"cli", "compose", "config"},
     "omegaconf": {"compose", "config"},
 }

@@ -29,16 +29,9 @@ import torch
 from torch import Tensor
 
 from bame_cli.errors import ConfigError
-from bame_cli.methods.base import (
-    Layers,
-    MasterMethod,
-    Shapes,
-    at_share,
-    clear_state,
-    demand_at_least,
-    demand_one_of,
-    demand_share,
-)
+from bame_cli.methods.base import Layers, MasterMethod, Shapes
+from bame_cli.methods.optimizers import clear_state, demand_zeros_kept
+from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_share
 from bame_cli.sparsity.flops import ONE, Densities, Density
 from bame_cli.sparsity.pattern import Picked, keep_largest, lowest, zero_where_
 
@@ -57,7 +50,8 @@ class BAME(MasterMethod):
     """Shares of training: start, stop, warmup (all blocks designated first). Shares of blocks: designate.
 
     pick: `small` (smallest |w| of a kept weight) | `gap` (largest |W| of a dropped weight minus that) | `random`.
-    oscillation, freeze_after: flips; None is off.
+    oscillation, freeze_after: flips; None is off. warmup_grad_input: `sparse` | `dense`, how warm-up is billed (SR-STE
+    is billed densely).
     """
 
     designate: float = 0.2
@@ -69,6 +63,7 @@ class BAME(MasterMethod):
     pick: str = "small"
     oscillation: float | None = None
     freeze_after: int | None = None
+    warmup_grad_input: str = "sparse"
     seed: int = 0
 
     def validate(self) -> None:
@@ -76,6 +71,7 @@ class BAME(MasterMethod):
         demand_at_least(0, decay=self.decay)
         demand_at_least(1, interval=self.interval)
         demand_one_of(("small", "gap", "random"), pick=self.pick)
+        demand_one_of(("sparse", "dense"), warmup_grad_input=self.warmup_grad_input)
         if self.oscillation is not None:
             demand_at_least(1e-9, oscillation=self.oscillation)
         if self.freeze_after is not None:
@@ -90,8 +86,8 @@ class BAME(MasterMethod):
         self.warm = at_share(self.warmup, total_steps)
         self.first, self.last = max(self.warm, at_share(self.start, total_steps)), at_share(self.stop, total_steps)
         self.num_blocks = {name: self.patterns[name].num_blocks(shape) for name, shape in self.shapes.items()}
-        self.costs = dict[tuple[int, ...], Densities]()
-        self.frozen_short = dict[str, int]()
+        self.costs = dict[tuple[object, ...], Densities]()
+        self.short = dict[str, int]()
 
     def scheduled(self, name: str, step: int) -> int:
         """How many blocks of a layer step `step` designates, frozen ones aside."""
@@ -103,17 +99,18 @@ class BAME(MasterMethod):
         return round(self.designate * blocks) if self.first <= step < self.last else 0
 
     def densities(self, step: int) -> Densities:
-        adapting = self.first <= step < self.last
-        short = self.frozen_short if adapting else {}
-        counts = tuple(short.get(name, self.scheduled(name, step)) for name in self.patterns)
-        if counts not in self.costs:
-            named = zip(self.patterns, counts, strict=True)
-            self.costs[counts] = {name: self._cost(name, count) for name, count in named}
-        return self.costs[counts]
+        phase = "warm" if step < self.warm else "adapt" if self.first <= step < self.last else "fixed"
+        key = (phase, *self.short.values()) if phase == "adapt" else (phase,)
+        if key not in self.costs:
+            counts = {name: self.scheduled(name, step) for name in self.patterns}
+            counts |= self.short if phase == "adapt" else {}
+            self.costs[key] = {name: self._cost(name, count, phase) for name, count in counts.items()}
+        return self.costs[key]
 
-    def _cost(self, name: str, designated: int) -> Density:
+    def _cost(self, name: str, designated: int, phase: str) -> Density:
         d = self.patterns[name].density
-        return Density(d, d, d + Fraction(designated, self.num_blocks[name]) * (ONE - d))
+        grad_input = ONE if phase == "warm" and self.warmup_grad_input == "dense" else d
+        return Density(d, grad_input, d + Fraction(designated, self.num_blocks[name]) * (ONE - d))
 
     def warnings(self) -> list[str]:
         if self.first >= self.last:
@@ -124,13 +121,13 @@ class BAME(MasterMethod):
 
     # --- the three moments ---
 
+    def admit(self, optimizer: torch.optim.Optimizer) -> None:
+        demand_zeros_kept(optimizer)
+
     def attach(self, layers: Layers, optimizer: torch.optim.Optimizer, total_steps: int) -> None:
         self.windows = dict[str, Window]()
         self.free = set[str]()
         super().attach(layers, optimizer, total_steps)
-        if not self.keeps_zeros:
-            name = type(optimizer).__name__
-            raise ConfigError(f"BAME cannot hold dropped weights under {name}, which moves weights whose gradient is 0")
 
     def take_over(self) -> None:
         super().take_over()
@@ -238,7 +235,7 @@ class BAME(MasterMethod):
         if self.freeze_after is not None:
             score = score.masked_fill(self.flips[name] >= self.freeze_after, torch.inf)
             count = min(count, int((score < torch.inf).sum()))
-            self.frozen_short[name] = count
+            self.short[name] = count
         return lowest(score, count)
 
     def _score(self, name: str, step: int) -> Tensor:
@@ -269,12 +266,12 @@ class BAME(MasterMethod):
 
     def state_dict(self) -> dict[str, Any]:
         windows = {n: {"ids": w.picked.ids, "live": w.live, "kept": w.kept} for n, w in self.windows.items()}
-        more = {"flips": dict(self.flips), "windows": windows, "free": sorted(self.free), "short": self.frozen_short}
+        more = {"flips": dict(self.flips), "windows": windows, "free": sorted(self.free), "short": self.short}
         return super().state_dict() | more
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.free, self.frozen_short = set(state["free"]), dict(state["short"])
+        self.free, self.short = set(state["free"]), dict(state["short"])
         for name, flips in self.flips.items():
             flips.copy_(state["flips"][name])
         for name, saved in state["windows"].items():

@@ -31,17 +31,9 @@ from torch.optim import Optimizer
 
 from bame_cli.errors import ConfigError
 from bame_cli.methods.bame import frozen_share
-from bame_cli.methods.base import (
-    Layers,
-    MasterMethod,
-    Shapes,
-    SparseMethod,
-    at_share,
-    clear_state,
-    demand_at_least,
-    demand_one_of,
-    demand_share,
-)
+from bame_cli.methods.base import Layers, MasterMethod, Shapes, SparseMethod
+from bame_cli.methods.optimizers import clear_state, demand_zeros_kept
+from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_share
 from bame_cli.sparsity.flops import ONE, Densities, Density
 from bame_cli.sparsity.pattern import zero_where_
 
@@ -52,7 +44,7 @@ class BAMESwap(MasterMethod):
 
     criterion: `loss` (the rule) | `taylor` (C = |g w|, G = k n s g^2) | `magnitude_gradient` (smallest |w| out,
     largest |g| in; it accepts every swap, so it needs a `budget`, a share of blocks per adaptation and layer).
-    regrow: `zero` | `step` (start at -k n s g).
+    regrow: `zero` | `step` (start at -k n s g). warmup_grad_input: `sparse` | `dense`, how warm-up is billed.
     """
 
     interval: int = 50
@@ -69,6 +61,7 @@ class BAMESwap(MasterMethod):
     warmup: float = 0.0
     decay: float = 2e-4
     regrow: str = "zero"
+    warmup_grad_input: str = "sparse"
 
     def validate(self) -> None:
         demand_share(start=self.start, stop=self.stop, warmup=self.warmup)
@@ -76,6 +69,7 @@ class BAMESwap(MasterMethod):
         demand_at_least(0, confidence=self.confidence, decay=self.decay, horizon=self.horizon)
         demand_one_of(("loss", "taylor", "magnitude_gradient"), criterion=self.criterion)
         demand_one_of(("zero", "step"), regrow=self.regrow)
+        demand_one_of(("sparse", "dense"), warmup_grad_input=self.warmup_grad_input)
         if self.budget is not None:
             demand_share(budget=self.budget)
         if self.freeze_after is not None:
@@ -99,7 +93,9 @@ class BAMESwap(MasterMethod):
         self.warm = at_share(self.warmup, total_steps)
         self.first, self.last = at_share(self.start, total_steps), at_share(self.stop, total_steps)
         named = [(name, pattern.density) for name, pattern in self.patterns.items()]
-        self.cost_warm: Densities = {name: Density(d, d, ONE) for name, d in named}
+        as_srste = self.warmup_grad_input == "dense"
+        self.cost_warm: Densities = {name: Density(d, ONE if as_srste else d, ONE) for name, d in named}
+        self.cost_gather: Densities = {name: Density(d, d, ONE) for name, d in named}
         self.cost_fixed: Densities = {name: Density(d, d, d) for name, d in named}
 
     def adapts(self, step: int) -> bool:
@@ -113,8 +109,9 @@ class BAMESwap(MasterMethod):
         return end - step < self.gradient_steps and self.adapts(end) and end < self.total_steps
 
     def densities(self, step: int) -> Densities:
-        # Warm-up and gathering cost the same: forward and grad_input sparse, grad_weight dense.
-        return self.cost_warm if step < self.warm or self.gathers(step) else self.cost_fixed
+        if step < self.warm:
+            return self.cost_warm
+        return self.cost_gather if self.gathers(step) else self.cost_fixed
 
     def warnings(self) -> list[str]:
         if any(self.adapts(step) for step in range(self.interval - 1, self.total_steps, self.interval)):
@@ -129,14 +126,14 @@ class BAMESwap(MasterMethod):
 
     # --- the three moments ---
 
+    def admit(self, optimizer: Optimizer) -> None:
+        demand_zeros_kept(optimizer)
+
     def attach(self, layers: Layers, optimizer: Optimizer, total_steps: int) -> None:
         self.sums = dict[str, Tensor]()
         self.squares = dict[str, Tensor]()
         self.expected = 0.0
         super().attach(layers, optimizer, total_steps)
-        if not self.keeps_zeros:
-            name = type(optimizer).__name__
-            raise ConfigError(f"BAME cannot keep dropped weights at 0 under {name}: it moves weights without gradient")
 
     def take_over(self) -> None:
         if self.warm:

@@ -16,7 +16,6 @@ gradient taken at the effective weights is then the gradient that W gets: straig
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bame_cli.errors import ConfigError
-from bame_cli.sparsity.flops import ONE, Densities, Density
+from bame_cli.methods.optimizers import clear_state, group_index, keeps_zeros
+from bame_cli.sparsity.flops import ALL_DENSE, ONE, Densities, Density
 from bame_cli.sparsity.layers import Layer
-from bame_cli.sparsity.pattern import Pattern, keep_where, zero_where_
+from bame_cli.sparsity.pattern import Pattern, is_dense, keep_where, zero_where_
 
 Layers = Mapping[str, tuple[nn.Parameter, Pattern]]
 Shapes = Mapping[str, tuple[torch.Size, Pattern]]
@@ -58,8 +57,12 @@ class Method:
         self.shapes = {name: shape for name, (shape, _) in shapes.items()}
         self.total_steps = total_steps
 
+    def admit(self, optimizer: Optimizer) -> None:
+        """Raise ConfigError for an optimizer under which the method would not be what it says."""
+
     def attach(self, layers: Layers, optimizer: Optimizer, total_steps: int) -> None:
         """Take over: once, after the optimizer is built, on fresh or pretrained weights."""
+        self.admit(optimizer)
         self.plan({name: (p.shape, pattern) for name, (p, pattern) in layers.items()}, total_steps)
 
     def after_backward(self, step: int) -> None:
@@ -70,7 +73,7 @@ class Method:
 
     def densities(self, step: int) -> Densities:
         """What step `step` computes of each sparse layer's three products. The same object while nothing changes."""
-        return {}
+        return ALL_DENSE
 
     def pattern_at(self, step: int) -> Mapping[str, Pattern] | None:
         """The patterns of the network that step `step` sees, by layer; None while a mask is soft."""
@@ -117,7 +120,7 @@ class SparseMethod(Method):
         super().attach(layers, optimizer, total_steps)
         self.optimizer = optimizer
         self.parameters = {name: p for name, (p, _) in layers.items()}
-        self.group_of = {n: _group_index(optimizer, p) for n, p in self.parameters.items()}
+        self.group_of = {n: group_index(optimizer, p) for n, p in self.parameters.items()}
         self.masks = {name: self.first_mask(name, p) for name, p in self.parameters.items()}
         self.changes = torch.zeros((), dtype=torch.int64, device=next(iter(self.parameters.values())).device)
         self.reported = 0
@@ -184,7 +187,8 @@ class MasterMethod(SparseMethod):
 
     @torch.no_grad()
     def take_over(self) -> None:
-        self.master = {name: p.data for name, p in self.parameters.items()}
+        # A weight that is a slice of something larger gets memory of its own, so that all buffers are laid out alike.
+        self.master = {name: p.data if is_dense(p) else p.data.clone() for name, p in self.parameters.items()}
         self.effective = {name: torch.empty_like(w) for name, w in self.master.items()}
         for name in self.parameters:
             self.show(name)
@@ -222,60 +226,3 @@ class MasterMethod(SparseMethod):
         super().load_state_dict(state)
         for name, weight in self.master.items():
             weight.copy_(state["master"][name])
-
-
-def clear_state(optimizer: Optimizer, p: nn.Parameter, where: Tensor | None = None) -> None:
-    """Zero what the optimizer remembers of the entries `where` is True (all of them when None).
-
-    Touches state shaped like the weight (momentum, moments), not step counts or factored statistics.
-    """
-    for value in optimizer.state.get(p, {}).values():
-        if isinstance(value, Tensor) and value.shape == p.shape and p.dim() > 0:
-            value.zero_() if where is None else value.masked_fill_(where, 0)
-
-
-def keeps_zeros(optimizer: Optimizer) -> bool:
-    """Whether weight 0 with gradient 0 and clean state stays 0: true of element-wise optimizers, tried, not assumed."""
-    probe = nn.Parameter(torch.eye(4))
-    twin: Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__["state"] = type(optimizer.state)(optimizer.state.default_factory)
-    twin.param_groups = [{**optimizer.param_groups[0], "params": [probe], "lr": 0.1}]
-    for _ in range(2):
-        probe.grad = torch.eye(4)
-        twin.step()
-    return bool((probe.detach()[torch.eye(4) == 0] == 0).all())
-
-
-def _group_index(optimizer: Optimizer, p: nn.Parameter) -> int:
-    """By position, because `optimizer.load_state_dict` replaces the group objects."""
-    for index, group in enumerate(optimizer.param_groups):
-        if any(p is other for other in group["params"]):
-            return index
-    raise ValueError("a layer's weight is not among the optimizer's parameters")
-
-
-def at_share(share: float, total_steps: int) -> int:
-    """The step that a share of training names."""
-    return round(share * total_steps)
-
-
-def demand_share(**shares: float) -> None:
-    """Raise ConfigError unless every value is a share of training, 0 to 1."""
-    for name, value in shares.items():
-        if not (math.isfinite(value) and 0 <= value <= 1):
-            raise ConfigError(f"method.{name}={value}: a share of training, from 0 to 1")
-
-
-def demand_at_least(least: float, **values: float) -> None:
-    """Raise ConfigError unless every value is a finite number of at least `least`."""
-    for name, value in values.items():
-        if not (math.isfinite(value) and value >= least):
-            raise ConfigError(f"method.{name}={value}: must be {least} or more")
-
-
-def demand_one_of(known: tuple[str, ...], **values: str) -> None:
-    """Raise ConfigError unless every value is one of the known words."""
-    for name, value in values.items():
-        if value not in known:
-            raise ConfigError(f"method.{name}={value}: one of {', '.join(known)}")

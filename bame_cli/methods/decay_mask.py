@@ -24,15 +24,8 @@ import torch
 from torch import Tensor
 
 from bame_cli.errors import ConfigError
-from bame_cli.methods.base import (
-    Layers,
-    MasterMethod,
-    Shapes,
-    at_share,
-    demand_at_least,
-    demand_one_of,
-    demand_share,
-)
+from bame_cli.methods.base import Layers, MasterMethod, Shapes
+from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_share
 from bame_cli.sparsity.flops import FULL, ONE, Densities, Density
 from bame_cli.sparsity.layers import Layer
 from bame_cli.sparsity.pattern import Pattern, keep_where
@@ -95,7 +88,8 @@ class DecayMask(MasterMethod):
                 f"structure decay has {early} stages before its target, but only {self.last - self.first} of "
                 f"{total_steps} steps between method.start={self.start} and method.stop={self.stop}"
             )
-        self.costs = dict[tuple[Pattern, ...] | None, Densities]()
+        self.lengths = sorted({len(stages) for stages in self.staged.values()})
+        self.costs = dict[tuple[int, ...] | None, Densities]()
 
     def attach(self, layers: Layers, optimizer: torch.optim.Optimizer, total_steps: int) -> None:
         self.now = 0
@@ -118,11 +112,15 @@ class DecayMask(MasterMethod):
     def stage_at(self, name: str, step: int) -> Pattern:
         """The pattern that a layer's mask has at step `step`; mask decay has one stage, the target."""
         stages = self.staged[name]
-        if step >= self.last or len(stages) == 1:
-            return stages[-1]
+        return stages[self.stage_index(len(stages), step)]
+
+    def stage_index(self, length: int, step: int) -> int:
+        """Which of `length` stages holds: all but the last share the steps from `start` to `stop` equally."""
+        if step >= self.last:
+            return length - 1
         if step < self.first:
-            return stages[0]
-        return stages[(len(stages) - 1) * (step - self.first) // (self.last - self.first)]
+            return 0
+        return (length - 1) * (step - self.first) // (self.last - self.first)
 
     def stages_of(self, target: Pattern, shape: tuple[int, ...] | None) -> list[Pattern]:
         """The stages of a layer of this shape (None: of any), each at least as dense or coarse as the next."""
@@ -140,11 +138,10 @@ class DecayMask(MasterMethod):
         return [p if p in fitting else fitting[0] for p in chosen]
 
     def densities(self, step: int) -> Densities:
-        soft = self.delta(step) > 0
-        key = None if soft else tuple(self.stage_at(name, step) for name in self.patterns)
+        key = None if self.delta(step) > 0 else tuple(self.stage_index(length, step) for length in self.lengths)
         if key not in self.costs:
-            stages = dict(zip(self.patterns, key or (), strict=False))
-            self.costs[key] = {name: FULL if soft else self._cost(stages[name]) for name in self.patterns}
+            held = {name: self.stage_at(name, step) for name in self.patterns}
+            self.costs[key] = {name: FULL if key is None else self._cost(stage) for name, stage in held.items()}
         return self.costs[key]
 
     def _cost(self, stage: Pattern) -> Density:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from bame_cli.methods.base import MasterMethod, demand_at_least
+from bame_cli.methods.base import MasterMethod
+from bame_cli.methods.options import demand_at_least
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bame_cli.methods.base import SparseMethod, demand_one_of
+from bame_cli.methods.base import SparseMethod
+from bame_cli.methods.options import demand_one_of
 
 
 @dataclass(kw_only=True)

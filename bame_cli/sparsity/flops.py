@@ -8,8 +8,9 @@ layer's inputs are a multiple of M. Bias, normalization, activation, projection 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -32,6 +33,7 @@ class Density(NamedTuple):
 ONE = Fraction(1)
 FULL = Density(ONE, ONE, ONE)
 Densities = Mapping[str, Density]
+ALL_DENSE: Densities = {}
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,14 @@ def forward_cost(model: nn.Module, image_shape: tuple[int, int, int]) -> Forward
     twice is counted twice. Attention counts the same fused or not.
     """
     training = [module for module in model.modules() if module.training]
-    device = next(model.parameters()).device
+    one = next(model.parameters())
+    device = one.device
     devices = [device] if device.type == "cuda" else []
     fast, counter = torch.backends.mha.get_fastpath_enabled(), _Counter(model)
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # one opaque operation would hide its products
         with torch.random.fork_rng(devices=devices), torch.no_grad(), counter.watching(model), counter:
-            model.eval()(torch.zeros((1, *image_shape), device=device))
+            model.eval()(torch.zeros((1, *image_shape), dtype=one.dtype, device=device))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for module in training:
@@ -119,7 +122,7 @@ class _Counter(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func in _MACS:
             self._book(2 * _MACS[func](args, out), [a for a in args if isinstance(a, Tensor)])
-        elif func.namespace not in ("aten", "prim", "prims") or any(word in str(func) for word in _COSTLY):
+        elif func.namespace not in ("aten", "prim", "prims") or _COSTLY.search(str(func)):
             self.not_counted[str(func)] += 1
         return out
 
@@ -162,13 +165,18 @@ _MACS: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     _aten.mv.default: lambda args, out: args[0].numel(),
     _aten.addmv.default: lambda args, out: args[1].numel(),
     _aten.dot.default: lambda args, out: args[0].numel(),
+    _aten.vdot.default: lambda args, out: args[0].numel(),
+    _aten.addbmm.default: lambda args, out: args[1].numel() * args[2].shape[-1],
     _aten._scaled_dot_product_flash_attention.default: _attention,
     _aten._scaled_dot_product_efficient_attention.default: _attention,
     _aten._scaled_dot_product_cudnn_attention.default: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
 }
 # Arithmetic that no rule above covers: reported as not counted, never dropped in silence.
-_COSTLY = ("fft", "grid_sampler", "cdist", "lstm", "gru", "rnn", "linalg", "trilinear", "attention", "embedding_bag")
+_COSTLY = re.compile(
+    "fft|grid_sampler|cdist|lstm|gru|rnn|linalg|cholesky|trilinear|attention|embedding_bag|conv_tbc|_int_mm|_scaled_mm|"
+    "_grouped_mm|sparse_mm|sparse_addmm"
+)
 
 
 @dataclass
@@ -225,20 +233,24 @@ def forecast(
     images_per_step: int,
     skip_first: bool = False,
 ) -> Bill:
-    """The bill of a whole run, before it: `densities(step)` of a planned method, summed over all steps.
-
-    Methods return the same object while nothing changes, so a run of equal steps is charged once.
-    """
+    """The bill of a whole run, before it: `densities(step)` of a planned method, summed over all steps."""
     bill = Bill(cost, skip_first)
-    current, length = densities(0), 0
+    for current, length in spans(densities, steps):
+        bill.charge(current, images_per_step * length)
+    return bill
+
+
+def spans(densities: Callable[[int], Densities], steps: int) -> Iterator[tuple[Densities, int]]:
+    """Runs of consecutive steps that cost the same: methods return the same object while nothing changes."""
+    start, current = 0, None
     for step in range(steps):
         now = densities(step)
-        if now is not current:
-            bill.charge(current, images_per_step * length)
-            current, length = now, 0
-        length += 1
-    bill.charge(current, images_per_step * length)
-    return bill
+        if current is not None and now is not current:
+            yield current, step - start
+            start = step
+        current = now
+    if current is not None:
+        yield current, steps - start
 
 
 def _per_image(cost: ForwardCost, densities: Densities, skip_first: bool) -> tuple[int, int, int]:

@@ -58,7 +58,7 @@ def survey(
     rows, owners = [], dict[int, str]()
     for name, module, weight in weights:
         chosen, choice = _choose(name, pattern, keep_dense or {}, include, exclude, overrides or {})
-        key = f"{name}.{'in_proj_weight' if isinstance(module, nn.MultiheadAttention) else 'weight'}"
+        key = f"{name}.{_attribute(module)}".lstrip(".")  # a model may be one layer, without a name
         reason = _impossible(module, weight, chosen, owners) or choice
         owners.setdefault(id(weight), key)
         rows.append(Layer(key, tuple(weight.shape), None if reason else chosen, reason))
@@ -80,14 +80,17 @@ def demand_sparse(rows: Sequence[Layer]) -> None:
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """Every module that owns a weight of two or more dimensions, shared modules once."""
     for name, module in model.named_modules():
-        attribute = "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"
-        weight = getattr(module, attribute, None)
+        weight = getattr(module, _attribute(module), None)
         if isinstance(weight, Tensor) and weight.dim() >= 2:
             yield name, module, weight
 
 
+def _attribute(module: nn.Module) -> str:
+    return "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"
+
+
 def _matches(text: str, name: str) -> bool:
-    return fnmatchcase(name, text) or fnmatchcase(f"{name}.weight", text)
+    return any(fnmatchcase(full, text) for full in (name, f"{name}.weight", f"{name}.in_proj_weight"))
 
 
 def _demand_match(text: str, names: list[str]) -> None:
@@ -129,26 +132,45 @@ def _impossible(module: nn.Module, weight: Tensor, pattern: Pattern, owners: Map
         return "depthwise"
     if not pattern.fits(weight.shape):
         return f"{weight.shape[1]} inputs per output are not a multiple of {pattern.m}"
-    if not _uses_weight_as_is(module):
-        return "its layer transforms the weight before using it"
-    return ""
+    return _misuse(module)
 
 
-def _uses_weight_as_is(layer: nn.Linear | nn.Conv2d) -> bool:
-    """Whether the layer's output is linear in its weight, so that zeros in the weight are zeros in the product.
+def _misuse(layer: nn.Linear | nn.Conv2d) -> str:
+    """Why zeros in the weight would not be zeros in the layer's product; '' when they are.
 
-    Plain layers are; a subclass with a forward of its own (weight standardization, padding 'same', ...) is tried
-    on random numbers: f(v) + f(w) must be f(v + w) + f(0).
+    Plain layers use their weight as it is. A subclass with a forward of its own (weight standardization, padding
+    'same', ...) is tried on random numbers: its output must be linear in the weight, and blind to an input whose
+    weights are 0.
     """
-    if type(layer).forward in (nn.Linear.forward, nn.Conv2d.forward):
-        return True
+    own = (type(layer).forward, getattr(type(layer), "_conv_forward", None))
+    if own in ((nn.Linear.forward, None), (nn.Conv2d.forward, nn.Conv2d._conv_forward)):
+        return ""
+    try:
+        obeys = _uses_weight_as_is(layer)
+    except Exception:  # whatever a forward raises that wants more than one tensor of the usual shape
+        return "its layer has a forward of its own that cannot be tried"
+    return "" if obeys else "its layer transforms the weight before using it"
+
+
+@torch.no_grad()
+def _uses_weight_as_is(layer: nn.Linear | nn.Conv2d) -> bool:
     generator = torch.Generator().manual_seed(0)
     state = {name: torch.ones(t.shape) for name, t in (*layer.named_parameters(), *layer.named_buffers())}
     v, w = (torch.randn(layer.weight.shape, generator=generator) for _ in range(2))
     x = torch.randn(_probe_shape(layer), generator=generator)
-    with torch.no_grad():
-        fv, fw, both, none = (functional_call(layer, {**state, "weight": t}, (x,)) for t in (v, w, v + w, 0 * v))
-    return torch.allclose(fv + fw, both + none, rtol=1e-3, atol=1e-3 * float(both.abs().max()))
+
+    def f(weight: Tensor, image: Tensor) -> Tensor:
+        return functional_call(layer, {**state, "weight": weight}, (image,))
+
+    def same(a: Tensor, b: Tensor) -> bool:
+        return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()))
+
+    linear = same(f(v, x) + f(w, x), f(v + w, x) + f(0 * v, x))
+    v[:, 0] = 0
+    other = x.clone()
+    other[:, :: layer.weight.shape[1]] += 1  # the first input of every group, which v ignores
+    blind = same(f(v, x) - f(0 * v, x), f(v, other) - f(0 * v, other))
+    return linear and blind
 
 
 def _probe_shape(layer: nn.Linear | nn.Conv2d) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ class Picked:
     """
 
     def __init__(self, pattern: Pattern, weight: Tensor, ids: Tensor) -> None:
-        self.ids, self.m = ids, pattern.m
+        self.ids, self.m, self.stride = ids, pattern.m, weight.stride()
         view = pattern.blocks(weight)
         start, rest = torch.zeros_like(ids), ids
         for dim in reversed([d for d in range(view.dim()) if d != 2]):
@@ -125,6 +125,8 @@ class Picked:
         self.index = start // self.m if self.width == self.m else (start[:, None] + entries).flatten()
 
     def _rows(self, tensor: Tensor) -> Tensor:
+        if tensor.stride() != self.stride:
+            raise ValueError(f"blocks picked from strides {self.stride} cannot be found in {tensor.stride()}")
         return tensor.as_strided((tensor.numel() // self.width, self.width), (self.width, 1))
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -136,6 +138,11 @@ class Picked:
         self._rows(tensor).index_copy_(0, self.index, values.reshape(-1, self.width))
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor fills its stretch of memory without gaps, in any order of dimensions."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
 def storage_order(tensor: Tensor) -> Tensor:
     """A flat view of a dense tensor in memory order, channels-last or not."""
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -143,7 +150,7 @@ def storage_order(tensor: Tensor) -> Tensor:
 
 def keep_where(tensor: Tensor, mask: Tensor, *, out: Tensor) -> Tensor:
     """mask * tensor, written to `out`, which may be `tensor`: one pass, no memory that grows with the weight."""
-    if tensor.is_cuda or not tensor.stride() == mask.stride() == out.stride():
+    if tensor.is_cuda or not (is_dense(tensor) and tensor.stride() == mask.stride() == out.stride()):
         return torch.mul(tensor, mask, out=out)
     source, kept, target = storage_order(tensor), storage_order(mask).view(torch.uint8), storage_order(out)
     scratch = torch.empty(min(_WIDENED, len(source)), dtype=tensor.dtype)
@@ -155,7 +162,7 @@ def keep_where(tensor: Tensor, mask: Tensor, *, out: Tensor) -> Tensor:
 
 
 def zero_where_(tensor: Tensor, mask: Tensor) -> Tensor:
-    """Set `tensor` to 0 where the mask is False, in place."""
+    """Multiply `tensor` by the mask in place; 0 times what is infinite is NaN, and stays visible."""
     return keep_where(tensor, mask, out=tensor)
 
 

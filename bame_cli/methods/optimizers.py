@@ -1,0 +1,59 @@
+"""What methods need of an optimizer: its memory of single weights, and whether it leaves zeros at rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bame_cli.errors import ConfigError
+
+
+def clear_state(optimizer: Optimizer, p: nn.Parameter, where: Tensor | None = None) -> None:
+    """Zero what the optimizer remembers of the entries `where` is True (all of them when None).
+
+    Touches state shaped like the weight (momentum, moments), not step counts or factored statistics.
+    """
+    for value in optimizer.state.get(p, {}).values():
+        if isinstance(value, Tensor) and value.shape == p.shape and p.dim() > 0:
+            value.zero_() if where is None else value.masked_fill_(where, 0)
+
+
+def keeps_zeros(optimizer: Optimizer) -> bool:
+    """Whether weight 0 with gradient 0 and clean state stays 0: true of element-wise optimizers, tried, not assumed.
+
+    Every group that holds a matrix is tried, on a twin of the optimizer that shares its options and nothing else.
+    """
+    groups = [g for g in optimizer.param_groups if any(p.dim() > 1 for p in g["params"])]
+    return all(_keeps_zeros(optimizer, group) for group in groups)
+
+
+def _keeps_zeros(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    values = torch.linspace(-1, 1, 24).view(4, 6)
+    kept = torch.arange(24).view(4, 6) % 5 < 2  # no symmetric or low-rank arrangement that an optimizer could keep
+    probe = nn.Parameter(values * kept)
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__["state"] = type(optimizer.state)(optimizer.state.default_factory)
+    twin.param_groups = [{**group, "params": [probe], "lr": 0.1}]
+    for _ in range(2):
+        probe.grad = values.flip(0) * kept
+        twin.step()
+    return bool((probe.detach()[~kept] == 0).all())
+
+
+def demand_zeros_kept(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer that moves weights whose value, gradient and state are 0."""
+    if not keeps_zeros(optimizer):
+        name = type(optimizer).__name__
+        raise ConfigError(f"BAME needs dropped weights to rest, and {name} moves weights whose gradient is 0")
+
+
+def group_index(optimizer: Optimizer, p: nn.Parameter) -> int:
+    """By position, because `optimizer.load_state_dict` replaces the group objects."""
+    for index, group in enumerate(optimizer.param_groups):
+        if any(p is other for other in group["params"]):
+            return index
+    raise ValueError("a layer's weight is not among the optimizer's parameters")

@@ -1,0 +1,97 @@
+"""What the verbs say when asked for help."""
+
+from __future__ import annotations
+
+from bame_cli import __version__
+
+BAME = f"""bame {__version__}: train N:M structured-sparse networks, with an honest bill of FLOPs
+
+usage: bame <verb> [key=value ...]
+
+  train    train a network: bame train model=resnet50 sparsity=1:16
+  layers   which layers would be sparse, and why the others not: bame layers model=resnet50 sparsity=1:16
+  flops    what methods would cost in training FLOPs: bame flops model=resnet50 dataset=imagenet sparsity=1:16
+  verify   check every block of a saved network: bame verify <run folder or file.safetensors>
+  bench    measure methods against dense training: bame bench model=resnet50 sparsity=1:16
+
+  bame <verb> --help says what a verb takes.
+
+N:M keeps N of every M consecutive inputs: 1:16 keeps 1 of 16 and is 93.75 % sparse.
+Exit codes: 0 done, 1 a run failed or a check did not hold, 2 the command is wrong, 130/143 interrupted (resumable).
+"""
+
+LAYERS = """bame layers [key=value ...] [format=text|json]
+
+Prints which weights would be N:M sparse, and why the others stay dense. Trains nothing, needs no data.
+
+  bame layers model=resnet50 dataset=imagenet sparsity=1:16
+  bame layers model=vit_small_patch16_224 dataset=imagenet sparsity=2:4 'sparsity.exclude=["*.attn.*"]'
+  bame layers sparsity=2:4,1:16 format=json
+
+Takes every option of `bame train`; lists of patterns, models and methods need no -m.
+"""
+
+FLOPS = """bame flops [key=value ...] [format=text|md|csv|json] [per_layer=true] [plot=file.png]
+bame flops run=<run folder> [format=...]
+
+What each method would cost, counted from shapes and schedules: no training, no data, no GPU. FLOPs are 2 x
+multiply-accumulates. `forward` columns are one image; `training` and its three products are the whole recipe.
+
+  bame flops model=resnet50 dataset=imagenet sparsity=1:16            all methods side by side
+  bame flops model=resnet50 dataset=imagenet sparsity=2:4,1:4,1:16 method=bame,srste
+  bame flops model=deit_small_patch16_224 dataset=imagenet method=srste per_layer=true
+  bame flops model=resnet50 dataset=imagenet sparsity=1:16 plot=bills.png
+  bame flops run=outputs/digits/...                                   a finished run, charged in other conventions
+
+Takes every option of `bame train`; lists need no -m. `÷ dense, grad_input dense` charges that product at 1, as
+hardware without transposable masks would. `flops.skip_first=true` leaves out the first layer's input gradient.
+"""
+
+VERIFY = """bame verify <run folder or file.safetensors> [pattern=N:M] [format=text|json]
+
+Checks every block of every sparse weight. Exit code 1 when one has more than N non-zeros, and says which.
+A file of ours says itself which weights are sparse; `pattern` checks another file, or against another pattern: every
+weight of two or more dimensions whose inputs are a multiple of M, and that has zeros at all.
+"""
+
+BENCH = """bame bench [key=value ...] [methods=a,b] [size=64] [batch=16] [rounds=7] [format=text|json]
+
+Measures a training step of each method as a ratio to dense, interleaved in one process, medians with their spread;
+the projection of all masks against sorting and against a plain copy; and memory that does not grow with the batch.
+Takes every option of `bame train` (model, sparsity, method options of the named method).
+
+  bame bench model=resnet50 sparsity=1:16
+"""
+
+
+def train() -> str:
+    """What `bame train` takes: its groups, and every option with its default."""
+    from importlib.resources import files
+
+    from bame_cli import compose
+
+    groups = []
+    for group in ("model", "dataset", "sparsity", "method", "recipe", "logger"):
+        listed = sorted(f.name.removesuffix(".yaml") for f in files("bame_cli.conf").joinpath(group).iterdir())
+        extra = {"model": "any timm classifier by name", "sparsity": "any N:M, for example 2:4 or 1:16"}.get(group)
+        groups.append(f"  {group:<10}{', '.join([*listed, *([extra] if extra else [])])}")
+    options = "\n".join(f"  {line}" for line in compose.composed([], plain=True).splitlines())
+    return f"""bame train [group=option ...] [key=value ...] [-m] [--cfg job]
+
+Trains a network, N:M sparse by the chosen method, and writes a folder with its log, metrics, checkpoints, final
+weights and result. The same command again says that it is finished, or goes on where it stopped.
+
+  bame train                                          a small residual network by BAME at 2:4 on digits
+  bame train model=resnet50 sparsity=1:16             any timm model, any pattern
+  bame train method=srste method.decay=1e-4 seed=1    a method and its options
+  bame train -m method=bame,srste seed=0,1,2          a sweep: every combination, one after the other
+  bame train method=srste --cfg job                   what a command amounts to, without running it
+  bame train +model.args.drop_path_rate=0.1           an argument of the model's own, with a plus sign
+  bame train '+sparsity.overrides={{*.conv2:2:4}}'      another pattern for some layers, or `dense`
+
+groups (one file each under conf/)
+{chr(10).join(groups)}
+
+options with their defaults (those of `method` differ by method: see conf/method/)
+{options}
+"""
