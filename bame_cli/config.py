@@ -41,7 +41,7 @@ class ModelConfig:
 @dataclass
 class DatasetConfig:
     name: str = MISSING
-    root: str = "data"
+    root: str = MISSING
     download: bool = True
     image_size: int | None = None
     mean: list[float] = MISSING
@@ -146,6 +146,8 @@ class Config:
 
 def from_hydra(node: Any) -> Config:
     """Hydra's composed node as typed options, every reference resolved. ConfigError for values without meaning."""
+    if missing := OmegaConf.missing_keys(node):
+        raise ConfigError(f"{', '.join(sorted(missing))} must be given: key=value")
     config = cast(Config, OmegaConf.to_object(node))
     validate(config)
     return config

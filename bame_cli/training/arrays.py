@@ -52,11 +52,13 @@ def _digits(root: Path, download: bool) -> Arrays:
     return Arrays(train_images, train_labels.long(), val_images, val_labels.long(), [str(i) for i in range(10)])
 
 
+# Where Debian's package dataset-fashion-mnist puts the four files.
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 _FASHION = ["t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"]
 
 
 def _fashion_mnist(root: Path, download: bool) -> Arrays:
-    places = [root / "FashionMNIST" / "raw", root, Path("/usr/share/datasets/fashion-mnist")]
+    places = [root / "FashionMNIST" / "raw", root, DEBIAN]
     place = next((p for p in places if _idx_file(p, "train-images-idx3-ubyte")), None)
     if place is None and download:
         try:

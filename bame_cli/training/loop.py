@@ -88,10 +88,10 @@ def train(run: Run) -> None:
             for batch in run.data.train.train_batches(run.batch_size, seed=run.seed, epoch=epoch, start=start):
                 train_step(run, batch)
                 bar.update()
-                if stopped():
-                    break
                 if run.progress.step % run.steps_per_epoch and run.progress.step % run.log_every == 0:
                     run.log.row(_row(run) | {"loss": run.progress.last["step_loss"]})
+                if stopped():
+                    break
             if run.progress.step % run.steps_per_epoch == 0:
                 end_epoch(run)
                 bar.set_postfix_str(f"loss {run.progress.last['loss']:.3f}, top-1 {run.progress.last['top1']:.2f} %")
