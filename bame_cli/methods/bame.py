@@ -28,10 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bame_cli.errors import ConfigError
 from bame_cli.methods.base import Layers, MasterMethod, Shapes
 from bame_cli.methods.optimizers import clear_state, demand_zeros_kept
-from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_share
+from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_order, demand_share
 from bame_cli.sparsity.flops import ONE, Densities, Density
 from bame_cli.sparsity.pattern import Picked, keep_largest, lowest, zero_where_
 
@@ -76,8 +75,8 @@ class BAME(MasterMethod):
             demand_at_least(1e-9, oscillation=self.oscillation)
         if self.freeze_after is not None:
             demand_at_least(1, freeze_after=self.freeze_after)
-        if self.start > self.stop:
-            raise ConfigError(f"method.start={self.start} is after method.stop={self.stop}")
+        demand_order(start=self.start, stop=self.stop)
+        demand_order(warmup=self.warmup, stop=self.stop)
 
     # --- the schedule: pure functions of the step ---
 
@@ -97,6 +96,14 @@ class BAME(MasterMethod):
         if step < self.warm:
             return blocks
         return round(self.designate * blocks) if self.first <= step < self.last else 0
+
+    def began(self, step: int) -> int:
+        """The step at which the designation that holds at `step` was due."""
+        if step < self.warm:
+            return 0
+        if step >= self.last:
+            return max(self.warm, self.last)
+        return self.warm if step < self.first else step - (step - self.first) % self.interval
 
     def densities(self, step: int) -> Densities:
         phase = "warm" if step < self.warm else "adapt" if self.first <= step < self.last else "fixed"
@@ -126,6 +133,7 @@ class BAME(MasterMethod):
 
     def attach(self, layers: Layers, optimizer: torch.optim.Optimizer, total_steps: int) -> None:
         self.windows = dict[str, Window]()
+        self.now = -1
         self.free = set[str]()
         super().attach(layers, optimizer, total_steps)
 
@@ -140,15 +148,16 @@ class BAME(MasterMethod):
 
     @torch.no_grad()
     def after_backward(self, step: int) -> None:
-        opens = self.first <= step < self.last and (step - self.first) % self.interval == 0
+        began = self.began(step)
         for name in self.parameters:
-            if opens or step in (0, self.warm, self.last):
-                self.designate_blocks(name, self.scheduled(name, step), step)
+            if began != self.now:
+                self.designate_blocks(name, self.scheduled(name, step), began)
             if name in self.free:
                 self.add_decay(name, self.decay)
                 self.parameters[name].data = self.master[name]
             else:
                 self._prepare(name)
+        self.now = began
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
@@ -164,6 +173,8 @@ class BAME(MasterMethod):
     def _prepare(self, name: str) -> None:
         """Show the optimizer the kept weights, and all weights of designated blocks, with their gradients."""
         p, window = self.parameters[name], self.windows.get(name)
+        if window is not None:
+            window.picked.write(p.data, window.live)
         if p.grad is None:
             return
         if p.grad.stride() != p.stride():
@@ -171,7 +182,6 @@ class BAME(MasterMethod):
         zero_where_(p.grad, self.masks[name])
         if window is None:
             return
-        window.picked.write(p.data, window.live)
         if self.decay:
             grad = window.picked.read(p.grad)
             window.picked.write(p.grad, grad.add_(window.live * ~window.kept, alpha=self.decay))
@@ -191,10 +201,11 @@ class BAME(MasterMethod):
 
     def designate_blocks(self, name: str, count: int, step: int) -> None:
         """Close the layer's window, if any, and open one over `count` blocks; all of them train W as a whole."""
-        if count == self.num_blocks[name] and name in self.free:
+        free = count == self.num_blocks[name] and (step < self.warm or self.freeze_after is None)
+        if free and name in self.free:
             return
         self._close(name)
-        if count == self.num_blocks[name] and (step < self.warm or self.freeze_after is None):
+        if free:
             self.free.add(name)
             return
         ids = self._choose(name, count, step)
@@ -243,7 +254,7 @@ class BAME(MasterMethod):
         weight = self.patterns[name].blocks(self.master[name]).float().abs()
         mask = self.patterns[name].blocks(self.masks[name])
         if self.pick == "random":
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()) + (self.seed << 32))
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step} {self.seed}".encode()))
             score = torch.rand(self.num_blocks[name], generator=generator).to(weight.device)
         else:
             score = weight.masked_fill(~mask, torch.inf).amin(2).flatten()
@@ -266,11 +277,18 @@ class BAME(MasterMethod):
 
     def state_dict(self) -> dict[str, Any]:
         windows = {n: {"ids": w.picked.ids, "live": w.live, "kept": w.kept} for n, w in self.windows.items()}
-        more = {"flips": dict(self.flips), "windows": windows, "free": sorted(self.free), "short": self.short}
+        more = {
+            "flips": dict(self.flips),
+            "windows": windows,
+            "free": sorted(self.free),
+            "short": self.short,
+            "now": self.now,
+        }
         return super().state_dict() | more
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
+        self.now = state["now"]
         self.free, self.short = set(state["free"]), dict(state["short"])
         for name, flips in self.flips.items():
             flips.copy_(state["flips"][name])

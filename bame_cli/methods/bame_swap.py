@@ -33,9 +33,37 @@ from bame_cli.errors import ConfigError
 from bame_cli.methods.bame import frozen_share
 from bame_cli.methods.base import Layers, MasterMethod, Shapes, SparseMethod
 from bame_cli.methods.optimizers import clear_state, demand_zeros_kept
-from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_share
+from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_order, demand_share
 from bame_cli.sparsity.flops import ONE, Densities, Density
 from bame_cli.sparsity.pattern import zero_where_
+
+
+@dataclass
+class Gathered:
+    """The dense gradient of one layer over the steps of one window: their count, sum, and sum of squares."""
+
+    window: int
+    count: int
+    sum: Tensor
+    squares: Tensor | None
+
+    def add(self, grad: Tensor) -> None:
+        self.count += 1
+        self.sum += grad
+        if self.squares is not None:
+            self.squares.addcmul_(grad, grad)
+
+    def mean_and_noise(self) -> tuple[Tensor, Tensor]:
+        """The mean gradient and the estimated variance of that mean (sample variance / count); uses itself up."""
+        mean = self.sum.div_(self.count)
+        if self.squares is None:
+            return mean, torch.zeros_like(mean)
+        spread = self.squares.div_(self.count).addcmul_(mean, mean, value=-1).clamp_(min=0)
+        return mean, spread.div_(self.count - 1)
+
+    def to(self, device: torch.device) -> Gathered:
+        squares = None if self.squares is None else self.squares.to(device)
+        return Gathered(self.window, self.count, self.sum.to(device), squares)
 
 
 @dataclass(kw_only=True)
@@ -77,8 +105,7 @@ class BAMESwap(MasterMethod):
         self._demand_sense()
 
     def _demand_sense(self) -> None:
-        if self.start > self.stop:
-            raise ConfigError(f"method.start={self.start} is after method.stop={self.stop}")
+        demand_order(start=self.start, stop=self.stop)
         if self.gradient_steps > self.interval:
             raise ConfigError(f"method.gradient_steps={self.gradient_steps} exceeds method.interval={self.interval}")
         if self.criterion == "loss" and self.confidence > 0 and self.gradient_steps < 2:
@@ -130,8 +157,7 @@ class BAMESwap(MasterMethod):
         demand_zeros_kept(optimizer)
 
     def attach(self, layers: Layers, optimizer: Optimizer, total_steps: int) -> None:
-        self.sums = dict[str, Tensor]()
-        self.squares = dict[str, Tensor]()
+        self.gathered = dict[str, Gathered]()
         self.expected = 0.0
         super().attach(layers, optimizer, total_steps)
 
@@ -150,7 +176,7 @@ class BAMESwap(MasterMethod):
 
     @torch.no_grad()
     def after_backward(self, step: int) -> None:
-        if step == self.warm and self.master:
+        if step >= self.warm and self.master:
             self._end_warmup()
         if step < self.warm:
             for name in self.parameters:
@@ -161,7 +187,7 @@ class BAMESwap(MasterMethod):
             if p.grad is None:
                 continue
             if self.gathers(step):
-                self._gather(name, p.grad)
+                self._gather(name, p.grad, step // self.interval)
             if self.adapts(step):
                 self._adapt(name, step)
             zero_where_(p.grad, self.masks[name])
@@ -177,20 +203,20 @@ class BAMESwap(MasterMethod):
             clear_state(self.optimizer, p, ~self.masks[name])
         self.master, self.effective = {}, {}
 
-    def _gather(self, name: str, grad: Tensor) -> None:
-        if self.gradient_steps == 1:
-            self.sums[name] = grad.clone()
-            return
-        if name not in self.sums:
-            self.sums[name], self.squares[name] = torch.zeros_like(grad), torch.zeros_like(grad)
-        self.sums[name] += grad
-        self.squares[name].addcmul_(grad, grad)
+    def _gather(self, name: str, grad: Tensor, window: int) -> None:
+        if name not in self.gathered or self.gathered[name].window != window:
+            squares = None if self.gradient_steps == 1 else torch.zeros_like(grad)
+            self.gathered[name] = Gathered(window, 0, torch.zeros_like(grad), squares)
+        self.gathered[name].add(grad)
 
     # --- the exchange ---
 
     def _adapt(self, name: str, step: int) -> None:
         """Swap inside one layer: masks, weights and optimizer state of the entries that change."""
-        mean, noise = self._gradient(name)
+        gathered = self.gathered.pop(name)
+        if gathered.count < self.gradient_steps:
+            return  # a step of the window was skipped: too little is known
+        mean, noise = gathered.mean_and_noise()
         size = self.horizon * self.learning_rate(name) * self.step_scale(name)
         if size == 0:
             return
@@ -205,23 +231,14 @@ class BAMESwap(MasterMethod):
         grown = torch.zeros_like(kept).scatter_(2, into, win)
         self._exchange(name, dropped.view_as(mean), grown.view_as(mean), -size * mean)
 
-    def _gradient(self, name: str) -> tuple[Tensor, Tensor]:
-        """Mean dense gradient of the window, and the estimated variance of that mean; lets the accumulators go."""
-        count = self.gradient_steps
-        mean = self.sums.pop(name).div_(count)
-        if count == 1:
-            return mean, torch.zeros_like(mean)
-        spread = self.squares.pop(name).div_(count).addcmul_(mean, mean, value=-1).clamp_(min=0)
-        return mean, spread.div_(count - 1)
-
     def step_scale(self, name: str) -> float:
         """s: what the optimizer multiplies a gradient by, besides the learning rate; 1 for SGD."""
         p = self.parameters[name]
         state = self.optimizer.state.get(p, {})
         moment = state.get("exp_avg_sq")
-        if not isinstance(moment, Tensor) or moment.shape != p.shape:
-            return 1.0
         group = self.optimizer.param_groups[self.group_of[name]]
+        if not isinstance(moment, Tensor) or moment.shape != p.shape or "betas" not in group:
+            return 1.0
         decay, eps, done = group["betas"][1], group["eps"], int(state["step"]) if "step" in state else group["step"]
         rms = (moment[self.masks[name]].mean() / (1 - decay**done)).sqrt() if done else moment.new_zeros(())
         return 1 / (float(rms) + eps)
@@ -273,8 +290,8 @@ class BAMESwap(MasterMethod):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        more = {"flips": dict(self.flips), "sums": dict(self.sums), "squares": dict(self.squares)}
-        return super().state_dict() | more | {"expected": self.expected}
+        gathered = {name: vars(window) for name, window in self.gathered.items()}
+        return super().state_dict() | {"flips": dict(self.flips), "gathered": gathered, "expected": self.expected}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.master and not state["master"]:
@@ -283,9 +300,8 @@ class BAMESwap(MasterMethod):
         self.expected = state["expected"]
         for name, flips in self.flips.items():
             flips.copy_(state["flips"][name])
-            for here, there in ((self.sums, state["sums"]), (self.squares, state["squares"])):
-                if name in there:
-                    here[name] = torch.empty_like(self.parameters[name]).copy_(there[name])
+        device = next(iter(self.parameters.values())).device
+        self.gathered = {name: Gathered(**saved).to(device) for name, saved in state["gathered"].items()}
 
 
 def _best(value: Tensor, count: int) -> tuple[Tensor, Tensor]:

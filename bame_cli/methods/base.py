@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bame_cli.errors import ConfigError
 from bame_cli.methods.optimizers import clear_state, group_index, keeps_zeros
 from bame_cli.sparsity.flops import ALL_DENSE, ONE, Densities, Density
 from bame_cli.sparsity.layers import Layer
@@ -117,6 +118,8 @@ class SparseMethod(Method):
         return self.patterns
 
     def attach(self, layers: Layers, optimizer: Optimizer, total_steps: int) -> None:
+        if not layers:
+            raise ConfigError("nothing to make sparse: no layer was given")
         super().attach(layers, optimizer, total_steps)
         self.optimizer = optimizer
         self.parameters = {name: p for name, (p, _) in layers.items()}

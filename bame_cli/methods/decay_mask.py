@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bame_cli.errors import ConfigError
 from bame_cli.methods.base import Layers, MasterMethod, Shapes
-from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_share
+from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_order, demand_share
 from bame_cli.sparsity.flops import FULL, ONE, Densities, Density
 from bame_cli.sparsity.layers import Layer
 from bame_cli.sparsity.pattern import Pattern, keep_where
@@ -61,8 +61,7 @@ class DecayMask(MasterMethod):
         demand_at_least(1, interval=self.interval)
         if self.beta is not None:
             demand_at_least(0, beta=self.beta)
-        if self.start > self.stop:
-            raise ConfigError(f"method.start={self.start} is after method.stop={self.stop}")
+        demand_order(start=self.start, stop=self.stop)
         for key in ("beta",) if self.kind == "structure" else ("stages",):
             if getattr(self, key) is not None:
                 raise ConfigError(f"method.{key} has no meaning with method.kind={self.kind}")
@@ -135,7 +134,10 @@ class DecayMask(MasterMethod):
             chosen = [Pattern(k * target.n, k * target.m) for k in (8, 4, 2, 1)]
         # Where a coarse stage does not fit the inputs, the largest one that does takes its place.
         fitting = [p for p in chosen if shape is None or p.fits(shape)]
-        return [p if p in fitting else fitting[0] for p in chosen]
+        held = list[Pattern]()
+        for p in chosen:
+            held.append(p if p in fitting else held[-1] if held else fitting[0])
+        return held
 
     def densities(self, step: int) -> Densities:
         key = None if self.delta(step) > 0 else tuple(self.stage_index(length, step) for length in self.lengths)
@@ -178,18 +180,20 @@ class DecayMask(MasterMethod):
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
-        self.now = step + 1
+        before, self.now = self.now, step + 1
         for name in self.parameters:
             stage = self.stage_at(name, self.now)
-            if self._refreshes(self.now) or stage != self.stage_at(name, step):
+            if self._refreshes(before, self.now) or stage != self.stage_at(name, before):
                 self.replace_mask(name, stage.project(self.master[name]))
             self.show(name)
 
-    def _refreshes(self, step: int) -> bool:
+    def _refreshes(self, before: int, now: int) -> bool:
         """Intervals are counted from `start`, so that delta and mask change together; `stop` always refreshes."""
-        if step >= self.last and not self.refresh_after_stop:
-            return step == self.last
-        return (step - self.first) % self.interval == 0 or step == self.last
+        if before < self.last <= now:
+            return True
+        if before >= self.last and not self.refresh_after_stop:
+            return False
+        return (now - self.first) // self.interval != (before - self.first) // self.interval
 
     @contextmanager
     def hardened(self) -> Iterator[None]:

@@ -12,20 +12,27 @@ from bame_cli.errors import ConfigError
 
 
 def clear_state(optimizer: Optimizer, p: nn.Parameter, where: Tensor | None = None) -> None:
-    """Zero what the optimizer remembers of the entries `where` is True (all of them when None).
+    """Zero what the optimizer remembers of the entries where `where` is True; forget the weight when it is None.
 
-    Touches state shaped like the weight (momentum, moments), not step counts or factored statistics.
+    Single entries exist in state shaped like the weight (momentum, moments), not in step counts or factored statistics.
     """
+    if where is None:
+        optimizer.state.pop(p, None)  # step counts as well: what follows is a fresh start
+        return
     for value in optimizer.state.get(p, {}).values():
-        if isinstance(value, Tensor) and value.shape == p.shape and p.dim() > 0:
-            value.zero_() if where is None else value.masked_fill_(where, 0)
+        if isinstance(value, Tensor) and value.shape == p.shape:
+            value.masked_fill_(where, 0)
 
 
 def keeps_zeros(optimizer: Optimizer) -> bool:
     """Whether weight 0 with gradient 0 and clean state stays 0: true of element-wise optimizers, tried, not assumed.
 
     Every group that holds a matrix is tried, on a twin of the optimizer that shares its options and nothing else.
+    Raises ConfigError for a wrapper with weights of its own (Lookahead).
     """
+    if hasattr(optimizer, "_base_optimizer") or hasattr(optimizer, "base_optimizer"):
+        name = type(optimizer).__name__
+        raise ConfigError(f"{name} keeps weights of its own, which would bring dropped ones back: use what it wraps")
     groups = [g for g in optimizer.param_groups if any(p.dim() > 1 for p in g["params"])]
     return all(_keeps_zeros(optimizer, group) for group in groups)
 
@@ -33,6 +40,9 @@ def keeps_zeros(optimizer: Optimizer) -> bool:
 def _keeps_zeros(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     values = torch.linspace(-1, 1, 24).view(4, 6)
     kept = torch.arange(24).view(4, 6) % 5 < 2  # no symmetric or low-rank arrangement that an optimizer could keep
+    matrix = next(p for p in group["params"] if p.dim() > 1)
+    device = "cpu" if matrix.is_meta else matrix.device
+    values, kept = values.to(device), kept.to(device)
     probe = nn.Parameter(values * kept)
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
@@ -40,7 +50,7 @@ def _keeps_zeros(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     twin.param_groups = [{**group, "params": [probe], "lr": 0.1}]
     for _ in range(2):
         probe.grad = values.flip(0) * kept
-        twin.step()
+        type(optimizer).step(twin)  # not twin.step: a scheduler puts a wrapper there that steps the real one
     return bool((probe.detach()[~kept] == 0).all())
 
 

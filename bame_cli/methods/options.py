@@ -26,6 +26,13 @@ def demand_at_least(least: float, **values: float) -> None:
             raise ConfigError(f"method.{name}={value}: must be {least} or more")
 
 
+def demand_order(**pair: float) -> None:
+    """Raise ConfigError unless the first of two values is at most the second."""
+    (early, first), (late, last) = pair.items()
+    if first > last:
+        raise ConfigError(f"method.{early}={first} is after method.{late}={last}")
+
+
 def demand_one_of(known: tuple[str, ...], **values: str) -> None:
     """Raise ConfigError unless every value is one of the known words."""
     for name, value in values.items():

@@ -32,6 +32,6 @@ class Static(SparseMethod):
         if self.choose == "magnitude":
             return super().first_mask(name, weight)
         # Drawn on the CPU from the seed and the layer's name: the same on every device, rank and restart.
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (self.seed << 32))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {self.seed}".encode()))
         score = torch.rand(weight.shape, generator=generator)
         return torch.empty_like(weight, dtype=torch.bool).copy_(self.patterns[name].project(score))
