@@ -178,6 +178,22 @@ def _bench(words: list[str]) -> int:
     return 0
 
 
+def _plot(words: list[str]) -> int:
+    own, rest = _split(words, {"run": "", "out": ""})
+    if rest != ["masks"] or not own["run"]:
+        raise ConfigError("bame plot masks run=<run folder> [out=file.png]")
+    from bame_cli import evolution, plots
+
+    run = Path(own["run"])
+    out = Path(own["out"]) if own["out"] else run / "plots" / "masks.png"
+    seen = evolution.read(run)
+    if not own["out"]:
+        out.parent.mkdir(exist_ok=True)
+    plots.masks(seen, out)
+    print(out)
+    return 0
+
+
 def _verify(words: list[str]) -> int:
     own, rest = _split(words, {"format": "text", "pattern": ""})
     _demand_format(own["format"])
@@ -217,6 +233,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str | Callable[[], str]]] = {
     "train": (_train, texts.train),
     "layers": (_layers, texts.LAYERS),
     "flops": (_flops, texts.FLOPS),
+    "plot": (_plot, texts.PLOT),
     "verify": (_verify, texts.VERIFY),
     "bench": (_bench, texts.BENCH),
 }

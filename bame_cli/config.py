@@ -7,11 +7,8 @@ for every valid N:M, `model` for every timm name; a YAML file of ours of that na
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -23,7 +20,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import MISSING, OmegaConf
 
 from bame_cli.errors import ConfigError
-from bame_cli.methods import METHODS, Method, name_of
+from bame_cli.methods import METHODS, name_of
 from bame_cli.sparsity.pattern import Pattern
 
 
@@ -57,13 +54,17 @@ class DatasetConfig:
 
 @dataclass
 class SparsityConfig:
-    """N:M, and which layers it holds for; patterns of names are shell patterns of module names."""
+    """N:M, and which layers it holds for; patterns of names are shell patterns of module names.
+
+    `ramp`: share of training over which N falls from M to its target, for methods that can; 0 is off.
+    """
 
     n: int = MISSING
     m: int = MISSING
     include: list[str] = field(default_factory=list)
     exclude: list[str] = field(default_factory=list)
     overrides: dict[str, str] = field(default_factory=dict)
+    ramp: float = 0.0
 
 
 @dataclass
@@ -93,7 +94,11 @@ class LoggerConfig:
 
 @dataclass
 class LogConfig:
+    """`every`: steps between two rows; `per_layer`: mask figures by layer; `masks_every`: steps between two records."""
+
     every: int = 50
+    per_layer: bool = False
+    masks_every: int | None = None
 
 
 @dataclass
@@ -158,21 +163,32 @@ def to_yaml(node: Any) -> str:
     return OmegaConf.to_yaml(node, resolve=True)
 
 
+_LEAST = {
+    **dict.fromkeys(
+        ("recipe.epochs", "recipe.batch_size", "recipe.eval_batch_size", "log.every", "log.masks_every"), 1
+    ),
+    **dict.fromkeys(
+        ("recipe.lr", "recipe.min_lr", "recipe.momentum", "recipe.weight_decay", "recipe.warmup_epochs"), 0
+    ),
+    **dict.fromkeys(("dataset.image_size", "dataset.train_size", "dataset.val_size", "dataset.classes"), 1),
+    **dict.fromkeys(("dataset.channels", "checkpoint.every_epochs", "model.width"), 1),
+    **dict.fromkeys(("dataset.crop_padding", "dataset.workers", "recipe.warmup_epochs", "seed"), 0),
+}
+
+
 def validate(config: Config) -> None:
     """Raise ConfigError for values that have no meaning, before anything is built."""
     _ = config.pattern
     config.method.validate()
-    least = {"recipe.epochs": 1, "recipe.batch_size": 1, "recipe.eval_batch_size": 1, "log.every": 1}
-    least |= {"checkpoint.every_epochs": 1, "recipe.lr": 0, "recipe.weight_decay": 0, "recipe.warmup_epochs": 0}
-    least |= {"recipe.min_lr": 0, "recipe.momentum": 0, "dataset.crop_padding": 0, "seed": 0}
-    least |= {f"dataset.{key}": 1 for key in ("image_size", "train_size", "val_size", "classes", "channels")}
-    least |= {"dataset.workers": 0, "model.width": 1}
-    for key, bound in least.items():
-        value = OmegaConf.select(OmegaConf.create({"x": _get(config, key)}), "x")
+    for key, bound in _LEAST.items():
+        value = _get(config, key)
         if value is not None and not value >= bound:
             raise ConfigError(f"{key}={value}: must be {bound} or more")
     if not 0 <= config.recipe.label_smoothing < 1:
         raise ConfigError(f"recipe.label_smoothing={config.recipe.label_smoothing}: from 0 to below 1")
+    if config.sparsity.ramp and not hasattr(config.method, "ramp"):
+        able = ", ".join(name for name, kind in METHODS.items() if "ramp" in kind.__dataclass_fields__)
+        raise ConfigError(f"sparsity.ramp: N cannot fall during method={name_of(config.method)}; it can during {able}")
     for key, known in (("run.resume", ("auto", "never")), ("logger.name", ("none", "wandb", "tensorboard"))):
         if _get(config, key) not in known:
             raise ConfigError(f"{key}={_get(config, key)}: one of {', '.join(known)}")
@@ -183,50 +199,6 @@ def _get(config: Config, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
-
-
-# --- where a run lives: a function of what can change its result ---
-
-# Where things are, what is said and how often it is saved cannot change a result.
-_NO_RESULT = ("logger", "log", "checkpoint", "run", "device")
-_NO_RESULT_OF_DATASET = ("root", "download", "workers")
-
-
-def digest(config: Config) -> str:
-    """Eight hexadecimal digits over every option that can change the result."""
-    options = dataclasses.asdict(config) | {"method": {"name": name_of(config.method)} | vars_of(config.method)}
-    for key in _NO_RESULT:
-        options.pop(key)
-    for key in _NO_RESULT_OF_DATASET:
-        options["dataset"].pop(key)
-    if not config.method.sparse:
-        options.pop("sparsity")
-    if config.model.checkpoint:
-        options["model"]["checkpoint"] = content(Path(config.model.checkpoint))
-    return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:8]
-
-
-def vars_of(method: Method) -> dict[str, Any]:
-    """A method's hyperparameters."""
-    return dataclasses.asdict(method)
-
-
-def content(path: Path) -> str:
-    """What a checkpoint is, wherever it lies: the digest of the weights file, or of a run's final one."""
-    file = path / "model.safetensors" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"model.checkpoint={path}: no such file" + (", nor a finished run" if path.is_dir() else ""))
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def folder(config: Config) -> Path:
-    """The run's folder: outputs/<dataset>/<model>/<method>/<N>of<M>/seed<k>-<digest>, or `run.dir`."""
-    if config.run.dir:
-        return Path(config.run.dir)
-    parts = [config.dataset.name, config.model.name, name_of(config.method)]
-    parts += [config.target.slug] if config.target else []
-    return Path(config.run.root, *parts, f"seed{config.seed}-{digest(config)}")
 
 
 def known_keys() -> Iterator[str]:

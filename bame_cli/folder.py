@@ -14,7 +14,7 @@ from typing import Any
 from bame_cli.errors import ConfigError
 
 FILES = ("config.yaml", "layers.json", "metrics.jsonl", "train.log", "model.safetensors", "result.json", "digest")
-FOLDERS = ("checkpoints", "tensorboard", "wandb")
+FOLDERS = ("checkpoints", "masks", "plots", "tensorboard", "wandb")
 
 
 def result_of(folder: Path) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bame_cli.errors import ConfigError
+from bame_cli.evolution import Evolution
 
 # Okabe and Ito's palette: told apart by colour-blind readers, and in grey by their order of lightness.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#000000", "#999999")
@@ -40,6 +41,38 @@ def _stacked(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="training FLOPs ÷ dense", xlim=(0, 1.12))
     axes.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+
+
+def masks(evolution: Evolution, path: Path) -> None:
+    """How a run's masks evolved: share of blocks changed per record and layer, oscillation, and where blocks froze."""
+    plt = _pyplot()
+    layers, shares = evolution.share_changed()
+    figure, (top, middle, bottom) = plt.subplots(
+        3, 1, figsize=(10, 9 + 0.12 * len(layers)), layout="constrained", height_ratios=[3 + 0.1 * len(layers), 2, 3]
+    )
+    edges = evolution.steps
+    image = top.pcolormesh(edges, range(len(layers) + 1), 100 * shares, cmap="viridis", vmin=0)
+    top.set(xlabel="step", title="blocks whose mask changed since the record before, %")
+    top.set_yticks([i + 0.5 for i in range(len(layers))], layers, fontsize=6)
+    top.invert_yaxis()
+    figure.colorbar(image, ax=top)
+    counts = evolution.oscillation()
+    middle.hist(counts, bins=range(int(counts.max()) + 2), align="left", color=COLORS[0], edgecolor="white")
+    middle.xaxis.get_major_locator().set_params(integer=True)
+    middle.set(yscale="log", xlabel="records in which a block changed", ylabel="blocks", title="oscillation")
+    _heat(bottom, figure, evolution)
+    _save(figure, path)
+
+
+def _heat(axes: Any, figure: Any, evolution: Evolution) -> None:
+    """The layer that moved most: its most restless blocks against time; dark from some point on is frozen."""
+    name = max(evolution.changed, key=lambda layer: evolution.changed[layer].mean())
+    changed = evolution.changed[name]
+    order = (-changed.sum(0)).argsort(kind="stable")[:400]
+    image = axes.pcolormesh(evolution.steps, range(len(order) + 1), changed[:, order].T, cmap="cividis", vmin=0, vmax=1)
+    axes.set(xlabel="step", ylabel="block", title=f"{name}: its {len(order)} most restless blocks (bright: changed)")
+    axes.invert_yaxis()
+    figure.colorbar(image, ax=axes)
 
 
 def _pyplot() -> Any:

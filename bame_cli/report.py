@@ -11,8 +11,9 @@ import torch
 
 from bame_cli import __version__
 from bame_cli import folder as folders
+from bame_cli.address import content, digest
 from bame_cli.blueprint import Blueprint
-from bame_cli.config import Config, content, digest
+from bame_cli.config import Config
 from bame_cli.methods import name_of
 from bame_cli.sparsity.flops import Bill
 from bame_cli.training import models

@@ -13,8 +13,9 @@ from torch import nn
 
 from bame_cli import __version__
 from bame_cli import folder as folders
+from bame_cli.address import digest, folder
 from bame_cli.blueprint import Blueprint, blueprint, load_data, model_options, optimization
-from bame_cli.config import Config, digest, folder
+from bame_cli.config import Config
 from bame_cli.errors import ConfigError
 from bame_cli.export import patterns_in, read_weights, verify_weights, write_weights
 from bame_cli.methods import name_of
@@ -147,6 +148,8 @@ def build(plan: Blueprint, data: Data, where: Path, device: torch.device, log: l
         label_smoothing=recipe.label_smoothing,
         eval_batch_size=recipe.eval_batch_size,
         log_every=config.log.every,
+        per_layer=config.log.per_layer,
+        masks_every=config.log.masks_every,
         save_every_epochs=config.checkpoint.every_epochs,
     )
 

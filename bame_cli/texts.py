@@ -11,6 +11,7 @@ usage: bame <verb> [key=value ...]
   train    train a network: bame train model=resnet50 sparsity=1:16
   layers   which layers would be sparse, and why the others not: bame layers model=resnet50 sparsity=1:16
   flops    what methods would cost in training FLOPs: bame flops model=resnet50 dataset=imagenet sparsity=1:16
+  plot     how masks evolved in a run: bame plot masks run=<run folder>
   verify   check every block of a saved network: bame verify <run folder or file.safetensors>
   bench    measure methods against dense training: bame bench model=resnet50 sparsity=1:16
 
@@ -52,6 +53,15 @@ VERIFY = """bame verify <run folder or file.safetensors> [pattern=N:M] [format=t
 Checks every block of every sparse weight. Exit code 1 when one has more than N non-zeros, and says which.
 A file of ours says itself which weights are sparse; `pattern` checks another file, or against another pattern: every
 weight of two or more dimensions whose inputs are a multiple of M, and that has zeros at all.
+"""
+
+PLOT = """bame plot masks run=<run folder> [out=file.png]
+
+How a run's masks evolved, for a run trained with log.masks_every=<steps>: the share of blocks whose mask changed, by
+layer and time; how many blocks changed how often; and which blocks of the most restless layer froze when.
+
+  bame train log.masks_every=25 run.dir=here
+  bame plot masks run=here
 """
 
 BENCH = """bame bench [key=value ...] [methods=a,b] [size=64] [batch=16] [rounds=7] [format=text|json]

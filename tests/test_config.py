@@ -6,9 +6,9 @@ from importlib.resources import files
 
 import pytest
 
-from bame_cli import compose, config
+from bame_cli import address, compose, config
 from bame_cli.errors import ConfigError
-from bame_cli.methods import METHODS
+from bame_cli.methods import METHODS, name_of
 
 CONF = files("bame_cli.conf")
 SHIPPED = [
@@ -29,7 +29,7 @@ def test_every_shipped_file_composes_into_objects(group, option):
     extra = ["dataset.root=somewhere"] if option == "image_folder" else []
     made = composed(f"{group}={option}", *extra)
     chosen = getattr(made, group)
-    assert config.name_of(chosen) == option if group == "method" else chosen.name == option
+    assert name_of(chosen) == option if group == "method" else chosen.name == option
 
 
 def test_every_method_has_its_file_and_its_defaults():
@@ -94,19 +94,19 @@ def test_a_wrong_value_is_one_line_that_mends_it(words, says):
 def test_the_address_follows_what_can_change_the_result():
     base = composed()
     for same in ("run.root=elsewhere", "log.every=7", "dataset.root=x", "device=cpu", "logger=wandb"):
-        assert config.digest(composed(same)) == config.digest(base), same
+        assert address.digest(composed(same)) == address.digest(base), same
     for other in ("seed=1", "recipe.lr=0.2", "method.interval=3", "sparsity=1:4", "sparsity.exclude=[fc]"):
-        assert config.digest(composed(other)) != config.digest(base), other
+        assert address.digest(composed(other)) != address.digest(base), other
 
 
 def test_dense_has_one_address_whatever_the_pattern():
-    addresses = {config.folder(composed("method=dense", f"sparsity={p}")) for p in ("2:4", "1:16")}
+    addresses = {address.folder(composed("method=dense", f"sparsity={p}")) for p in ("2:4", "1:16")}
     assert len(addresses) == 1
     assert "of" not in addresses.pop().parts[-2]
 
 
 def test_no_path_needs_quoting():
-    path = str(config.folder(composed("sparsity=1:16", "model=resnet18.a1_in1k")))
+    path = str(address.folder(composed("sparsity=1:16", "model=resnet18.a1_in1k")))
     assert not set(path) & set(":=\\ ,[]{}")
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from training_bed import OneLayer, adam, adamw, batch, net, sgd, start
+from torch.optim import SGD
+from training_bed import STEPS, OneLayer, adam, adamw, batch, net, sgd, start
 
 from bame_cli.errors import ConfigError
 from bame_cli.methods import METHODS
-from bame_cli.sparsity.layers import Layer, survey
+from bame_cli.methods.stages import fitted
+from bame_cli.sparsity.layers import Layer, sparse_layers, survey
 from bame_cli.sparsity.pattern import Pattern
 
 ROW = [[4.0, -3.0, 2.0, 1.0]]  # 2:4 keeps the first two
@@ -239,7 +242,7 @@ STEPWISE = {
 @pytest.mark.parametrize("target", STEPWISE)
 def test_stepwise_stages_halve_down_to_the_target(target):
     pattern = Pattern.parse(target)
-    stages = decay(kind="structure").stages_of(pattern, (4, 16 * pattern.m))
+    stages = decay(kind="structure").stages_of(pattern)
     assert stages == [Pattern(n, pattern.m) for n in STEPWISE[target]]
 
 
@@ -248,7 +251,7 @@ def test_stepwise_stages_halve_down_to_the_target(target):
 )
 def test_geometric_stages_start_at_the_largest_block_that_fits(inputs, blocks):
     method = decay(kind="structure", shape="geometric")
-    assert method.stages_of(Pattern(1, 4), (8, inputs)) == [Pattern(m // 4, m) for m in blocks]
+    assert fitted(method.stages_of(Pattern(1, 4)), (8, inputs)) == [Pattern(m // 4, m) for m in blocks]
     row = method.review(Layer("layer.weight", (8, inputs), Pattern(1, 4)))
     assert bool(row.reason) == (inputs < 32), "the layer report says where a stage does not fit"
     assert row.pattern == Pattern(1, 4)
@@ -269,7 +272,8 @@ def test_explicit_stages_must_fall_and_end_in_the_target(stages):
 
 
 def test_stages_that_do_not_fit_a_layer_leave_a_falling_list():
-    stages = decay(kind="structure", stages=["16:16", "8:16", "4:12", "1:4"]).stages_of(Pattern(1, 4), (8, 16))
+    method = decay(kind="structure", stages=["16:16", "8:16", "4:12", "1:4"])
+    stages = fitted(method.stages_of(Pattern(1, 4)), (8, 16))
     assert stages[0] == Pattern(16, 16)
     assert all(a.density >= b.density for a, b in pairwise(stages)), stages
 
@@ -791,3 +795,58 @@ def test_gradients_are_taken_at_the_effective_weights():
     training.method.after_backward(0)
     for p, q in zip(training.model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+# --- what is reported of masks ---
+
+
+def test_an_entry_that_comes_back_is_counted_once_per_return():
+    """Changes are counted step by step, returns from where each entry began: k changes are k // 2 returns."""
+    training = start(make("srste", decay=0.0))
+    layers = {name: mask.clone() for name, mask in training.method.current_masks().items()}
+    flips = {name: torch.zeros_like(mask, dtype=torch.int64) for name, mask in layers.items()}
+    for step in range(STEPS):
+        training.backward(step)
+        training.update(step)
+        for name, mask in training.method.current_masks().items():
+            flips[name] += mask ^ layers[name]
+            layers[name] = mask.clone()
+    made = training.method.metrics(per_layer=True)
+    for name, times in flips.items():
+        assert made["layers"][name] == {"mask_changes": int(times.sum()), "mask_flip_backs": int((times // 2).sum())}
+    assert made["mask_flip_backs"] == sum(row["mask_flip_backs"] for row in made["layers"].values()) > 0
+    assert training.method.metrics()["mask_changes"] == 0, "a second call starts a new count"
+
+
+def test_the_masks_of_open_windows_are_those_of_the_network():
+    training = start(make("bame", interval=3, warmup=0.0, designate=0.5))
+    for step in range(5):
+        training.backward(step)
+        training.update(step)
+        assert training.method.windows
+        for name, mask in training.method.current_masks().items():
+            assert not training.model.get_parameter(name)[~mask].any()
+            assert (training.method.patterns[name].blocks(mask).sum(2) == training.method.patterns[name].n).all()
+
+
+def test_a_wrapper_with_weights_of_its_own_is_refused_by_name():
+    from timm.optim import Lookahead
+
+    model = net()
+    optimizer = Lookahead(SGD(model.parameters(), lr=0.1))
+    layers = sparse_layers(model, survey(model, Pattern(2, 4)))
+    with pytest.raises(ConfigError, match="Lookahead"):
+        make("asp").attach(layers, optimizer, STEPS)
+
+
+def test_n_falls_in_stages_and_the_bill_with_it():
+    training = start(make("srste", ramp=0.5))
+    seen = [training.method.pattern_at(step)["0.weight"].n for step in range(STEPS + 1)]
+    assert seen == [4] * 5 + [3] * 5 + [2] * 11
+    forward = [training.method.densities(step)["0.weight"].forward for step in range(STEPS)]
+    assert forward == [Fraction(n, 4) for n in seen[:-1]]
+
+
+def test_a_ramp_too_short_for_its_stages_is_refused():
+    with pytest.raises(ConfigError, match="stages"):
+        start(make("srste", ramp=0.05), pattern="1:16")

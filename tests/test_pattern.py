@@ -330,3 +330,11 @@ def test_lowest_is_a_stable_sort(values, data):
     chosen = lowest(torch.tensor(values), count)
     assert chosen.dtype == torch.int64
     assert chosen.tolist() == sorted(sorted(range(len(values)), key=lambda i: values[i])[:count])
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (8, 8), (4, 6, 3, 3)])
+def test_a_packed_mask_is_the_mask_again(shape):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    packed = pattern_module.pack(mask)
+    assert packed.numel() == -(-mask.numel() // 8)
+    assert torch.equal(pattern_module.unpack(packed, mask.shape), mask)

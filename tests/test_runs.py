@@ -11,6 +11,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -415,6 +416,38 @@ def test_every_line_is_said_once(capsys):
     assert out.count("recipe  quick") == 3
     for log in Path("outputs").rglob("train.log"):
         assert log.read_text().count("recipe  quick") == 1
+
+
+# --- masks on record ---
+
+
+def test_masks_are_recorded_and_drawn(capsys):
+    from bame_cli import evolution
+
+    assert bame("train", *TINY, "log.masks_every=2", "log.per_layer=true", "run.dir=run") == 0
+    assert bame("plot", "masks", "run=run") == 0
+    assert Path("run/plots/masks.png").read_bytes().startswith(b"\x89PNG")
+    seen = evolution.read(Path("run"))
+    assert seen.steps == [0, 2, 4, 6, 8, 10, 12]
+    last = np.load("run/masks/00000012.npz")
+    for name, weight in load_file("run/model.safetensors").items():
+        if name in last:
+            mask = np.unpackbits(last[name], count=weight.numel()).astype(bool).reshape(weight.shape)
+            assert not weight.numpy()[~mask].any(), "the last record is the mask of the final network"
+    layers = rows(Path("run"))[-1]["layers"]
+    assert set(layers) == set(seen.changed)
+
+
+def test_a_run_without_records_says_how_to_make_them(capsys):
+    assert bame("train", *TINY, "run.dir=run", "recipe.epochs=1") == 0
+    assert bame("plot", "masks", "run=run") == 2
+    assert "log.masks_every" in capsys.readouterr().err
+
+
+def test_a_ramp_is_an_option_of_the_pattern(capsys):
+    assert bame("train", *TINY, "sparsity.ramp=0.5") == 0
+    assert bame("train", *words_for("asp"), "sparsity.ramp=0.5") == 2
+    assert "ste, srste, bame" in capsys.readouterr().err
 
 
 # --- trackers ---

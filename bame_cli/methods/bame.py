@@ -28,24 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bame_cli.methods.base import Layers, MasterMethod, Shapes
+from bame_cli.methods.base import Layers, Shapes
+from bame_cli.methods.master import RampMethod
 from bame_cli.methods.optimizers import clear_state, demand_zeros_kept
 from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_order, demand_share
+from bame_cli.methods.windows import Window, frozen_share
 from bame_cli.sparsity.flops import ONE, Densities, Density
-from bame_cli.sparsity.pattern import Picked, keep_largest, lowest, zero_where_
-
-
-@dataclass
-class Window:
-    """The designated blocks of one layer: all their weights, and which of them are kept, both (blocks, M)."""
-
-    picked: Picked
-    live: Tensor
-    kept: Tensor
+from bame_cli.sparsity.pattern import Picked, lowest, zero_where_
 
 
 @dataclass(kw_only=True)
-class BAME(MasterMethod):
+class BAME(RampMethod):
     """Shares of training: start, stop, warmup (all blocks designated first). Shares of blocks: designate.
 
     pick: `small` (smallest |w| of a kept weight) | `gap` (largest |W| of a dropped weight minus that) | `random`.
@@ -66,7 +59,7 @@ class BAME(MasterMethod):
     seed: int = 0
 
     def validate(self) -> None:
-        demand_share(designate=self.designate, start=self.start, stop=self.stop, warmup=self.warmup)
+        demand_share(ramp=self.ramp, designate=self.designate, start=self.start, stop=self.stop, warmup=self.warmup)
         demand_at_least(0, decay=self.decay)
         demand_at_least(1, interval=self.interval)
         demand_one_of(("small", "gap", "random"), pick=self.pick)
@@ -85,20 +78,22 @@ class BAME(MasterMethod):
         self.warm = at_share(self.warmup, total_steps)
         self.first, self.last = max(self.warm, at_share(self.start, total_steps)), at_share(self.stop, total_steps)
         self.num_blocks = {name: self.patterns[name].num_blocks(shape) for name, shape in self.shapes.items()}
-        self.costs = dict[tuple[object, ...], Densities]()
         self.short = dict[str, int]()
 
     def scheduled(self, name: str, step: int) -> int:
         """How many blocks of a layer step `step` designates, frozen ones aside."""
-        pattern, blocks = self.patterns[name], self.num_blocks[name]
-        if pattern.n == pattern.m:
+        stage, blocks = self.stage_at(name, step), self.num_blocks[name]
+        if stage.n == stage.m:
             return 0
         if step < self.warm:
             return blocks
         return round(self.designate * blocks) if self.first <= step < self.last else 0
 
-    def began(self, step: int) -> int:
-        """The step at which the designation that holds at `step` was due."""
+    def began(self, step: int) -> list[int]:
+        """The step at which the designation that holds at `step` was due, and the stages it was made for."""
+        return [self._due(step), *self.stages_now(step)]
+
+    def _due(self, step: int) -> int:
         if step < self.warm:
             return 0
         if step >= self.last:
@@ -107,16 +102,16 @@ class BAME(MasterMethod):
 
     def densities(self, step: int) -> Densities:
         phase = "warm" if step < self.warm else "adapt" if self.first <= step < self.last else "fixed"
-        key = (phase, *self.short.values()) if phase == "adapt" else (phase,)
+        key = (phase, *self.stages_now(step), *(self.short.values() if phase == "adapt" else ()))
         if key not in self.costs:
             counts = {name: self.scheduled(name, step) for name in self.patterns}
             counts |= self.short if phase == "adapt" else {}
-            self.costs[key] = {name: self._cost(name, count, phase) for name, count in counts.items()}
+            self.costs[key] = {name: self._cost(name, count, step) for name, count in counts.items()}
         return self.costs[key]
 
-    def _cost(self, name: str, designated: int, phase: str) -> Density:
-        d = self.patterns[name].density
-        grad_input = ONE if phase == "warm" and self.warmup_grad_input == "dense" else d
+    def _cost(self, name: str, designated: int, step: int) -> Density:
+        d = self.stage_at(name, step).density
+        grad_input = ONE if step < self.warm and self.warmup_grad_input == "dense" else d
         return Density(d, grad_input, d + Fraction(designated, self.num_blocks[name]) * (ONE - d))
 
     def warnings(self) -> list[str]:
@@ -133,7 +128,7 @@ class BAME(MasterMethod):
 
     def attach(self, layers: Layers, optimizer: torch.optim.Optimizer, total_steps: int) -> None:
         self.windows = dict[str, Window]()
-        self.now = -1
+        self.designated = list[int]()
         self.free = set[str]()
         super().attach(layers, optimizer, total_steps)
 
@@ -150,25 +145,32 @@ class BAME(MasterMethod):
     def after_backward(self, step: int) -> None:
         began = self.began(step)
         for name in self.parameters:
-            if began != self.now:
-                self.designate_blocks(name, self.scheduled(name, step), began)
+            if began != self.designated:
+                self.designate_blocks(name, self.scheduled(name, step), began[0])
             if name in self.free:
                 self.add_decay(name, self.decay)
                 self.parameters[name].data = self.master[name]
             else:
                 self._prepare(name)
-        self.now = began
+        self.designated = began
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
+        before, self.now = self.now, step + 1
         for name in self.parameters:
-            if name in self.free:
-                new = self.patterns[name].project(self.master[name])
-                changed = self.patterns[name].blocks(self.replace_mask(name, new))
+            stage, tightened = (
+                self.stage_at(name, self.now),
+                self.stage_at(name, self.now) != self.stage_at(name, before),
+            )
+            if name in self.windows:
+                self._settle(name, self.stage_at(name, before).n)
+            if tightened and name not in self.free:
+                self._close(name)
+                self.designated = []  # designate anew, and clear what the optimizer knows of dropped ones
+            if tightened or name in self.free:
+                changed = self.patterns[name].blocks(self.replace_mask(name, stage.project(self.master[name])))
                 self.flips[name] += changed.any(2).flatten()
                 self.show(name)
-            elif name in self.windows:
-                self._settle(name)
 
     def _prepare(self, name: str) -> None:
         """Show the optimizer the kept weights, and all weights of designated blocks, with their gradients."""
@@ -183,19 +185,13 @@ class BAME(MasterMethod):
         if window is None:
             return
         if self.decay:
-            grad = window.picked.read(p.grad)
-            window.picked.write(p.grad, grad.add_(window.live * ~window.kept, alpha=self.decay))
+            window.add_decay(p.grad, self.decay)
 
-    def _settle(self, name: str) -> None:
-        """Take the designated blocks' new weights, choose their masks anew, leave only kept weights in the network."""
-        p, window = self.parameters[name], self.windows[name]
-        window.live = window.picked.read(p.data)
-        kept = keep_largest(window.live.float().abs(), self.patterns[name].n, dim=1)
-        changed = kept ^ window.kept
-        self.changes += changed.count_nonzero()
+    def _settle(self, name: str, n: int) -> None:
+        window = self.windows[name]
+        changed = window.settle(self.parameters[name].data, n)
+        self.changes[name] += changed.count_nonzero()
         self.flips[name].index_add_(0, window.picked.ids, changed.any(1).int())
-        window.kept = kept
-        window.picked.write(p.data, window.live * kept)
 
     # --- designation ---
 
@@ -267,39 +263,35 @@ class BAME(MasterMethod):
 
     # --- what is logged and kept ---
 
-    def metrics(self) -> dict[str, float]:
+    def dense_weight(self, name: str) -> Tensor:
+        return self.effective[name]  # W is brought up to date only now and then; M never changes, so kept weights do
+
+    def current_masks(self) -> dict[str, Tensor]:
+        masks = super().current_masks()
+        for name, window in self.windows.items():
+            masks[name] = masks[name].clone()
+            window.picked.write(masks[name], window.kept)
+        return masks
+
+    def metrics(self, *, per_layer: bool = False) -> dict[str, Any]:
         blocks = sum(self.num_blocks.values())
         designated = sum(len(w.picked.ids) for w in self.windows.values()) + sum(self.num_blocks[n] for n in self.free)
-        return super().metrics() | {
+        return super().metrics(per_layer=per_layer) | {
             "designated_share": designated / blocks,
             "frozen_share": frozen_share(self.flips, self.freeze_after),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        windows = {n: {"ids": w.picked.ids, "live": w.live, "kept": w.kept} for n, w in self.windows.items()}
-        more = {
-            "flips": dict(self.flips),
-            "windows": windows,
-            "free": sorted(self.free),
-            "short": self.short,
-            "now": self.now,
-        }
-        return super().state_dict() | more
+        windows = {name: window.state() for name, window in self.windows.items()}
+        more = {"flips": dict(self.flips), "windows": windows, "free": sorted(self.free), "short": self.short}
+        return super().state_dict() | more | {"designated": self.designated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.now = state["now"]
-        self.free, self.short = set(state["free"]), dict(state["short"])
+        self.designated, self.free, self.short = state["designated"], set(state["free"]), dict(state["short"])
         for name, flips in self.flips.items():
             flips.copy_(state["flips"][name])
-        for name, saved in state["windows"].items():
-            device = self.effective[name].device
-            picked = Picked(self.patterns[name], self.effective[name], saved["ids"].to(device))
-            self.windows[name] = Window(picked, saved["live"].to(device), saved["kept"].to(device))
-
-
-def frozen_share(flips: Mapping[str, Tensor], freeze_after: int | None) -> float:
-    """Share of all blocks whose mask flipped so often that it stays."""
-    if freeze_after is None:
-        return 0.0
-    return sum(int((f >= freeze_after).sum()) for f in flips.values()) / sum(f.numel() for f in flips.values())
+        self.windows = {
+            name: Window.of(saved, self.patterns[name], self.effective[name])
+            for name, saved in state["windows"].items()
+        }

@@ -30,40 +30,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bame_cli.errors import ConfigError
-from bame_cli.methods.bame import frozen_share
-from bame_cli.methods.base import Layers, MasterMethod, Shapes, SparseMethod
+from bame_cli.methods.base import Layers, Shapes, SparseMethod
+from bame_cli.methods.master import MasterMethod
 from bame_cli.methods.optimizers import clear_state, demand_zeros_kept
 from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_order, demand_share
+from bame_cli.methods.windows import Gathered, frozen_share
 from bame_cli.sparsity.flops import ONE, Densities, Density
 from bame_cli.sparsity.pattern import zero_where_
-
-
-@dataclass
-class Gathered:
-    """The dense gradient of one layer over the steps of one window: their count, sum, and sum of squares."""
-
-    window: int
-    count: int
-    sum: Tensor
-    squares: Tensor | None
-
-    def add(self, grad: Tensor) -> None:
-        self.count += 1
-        self.sum += grad
-        if self.squares is not None:
-            self.squares.addcmul_(grad, grad)
-
-    def mean_and_noise(self) -> tuple[Tensor, Tensor]:
-        """The mean gradient and the estimated variance of that mean (sample variance / count); uses itself up."""
-        mean = self.sum.div_(self.count)
-        if self.squares is None:
-            return mean, torch.zeros_like(mean)
-        spread = self.squares.div_(self.count).addcmul_(mean, mean, value=-1).clamp_(min=0)
-        return mean, spread.div_(self.count - 1)
-
-    def to(self, device: torch.device) -> Gathered:
-        squares = None if self.squares is None else self.squares.to(device)
-        return Gathered(self.window, self.count, self.sum.to(device), squares)
 
 
 @dataclass(kw_only=True)
@@ -282,9 +255,9 @@ class BAMESwap(MasterMethod):
 
     # --- what is logged and kept ---
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, *, per_layer: bool = False) -> dict[str, Any]:
         expected, self.expected = self.expected, 0.0
-        return super().metrics() | {
+        return super().metrics(per_layer=per_layer) | {
             "expected_loss_change": expected,
             "frozen_share": frozen_share(self.flips, self.freeze_after),
         }

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 
 from bame_cli.errors import ConfigError
 from bame_cli.methods.optimizers import clear_state, group_index, keeps_zeros
-from bame_cli.sparsity.flops import ALL_DENSE, ONE, Densities, Density
+from bame_cli.sparsity.flops import ALL_DENSE, Densities, Density
 from bame_cli.sparsity.layers import Layer
-from bame_cli.sparsity.pattern import Pattern, is_dense, keep_where, zero_where_
+from bame_cli.sparsity.pattern import Pattern, pack, unpack, zero_where_
 
 Layers = Mapping[str, tuple[nn.Parameter, Pattern]]
 Shapes = Mapping[str, tuple[torch.Size, Pattern]]
@@ -85,12 +85,16 @@ class Method:
         """Within it the model is at its target pattern; it differs from the model trained only while a mask is soft."""
         yield
 
+    def current_masks(self) -> dict[str, Tensor]:
+        """The mask of each layer's network as it is between steps; none for dense training."""
+        return {}
+
     def warnings(self) -> list[str]:
         """What the user should know about this plan before it runs."""
         return []
 
-    def metrics(self) -> dict[str, float]:
-        """The method's own figures since the last call, for one row of the log."""
+    def metrics(self, *, per_layer: bool = False) -> dict[str, Any]:
+        """The method's own figures since the last call, for one row of the log; `layers` holds them by layer."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,10 +129,10 @@ class SparseMethod(Method):
         self.parameters = {name: p for name, (p, _) in layers.items()}
         self.group_of = {n: group_index(optimizer, p) for n, p in self.parameters.items()}
         self.masks = {name: self.first_mask(name, p) for name, p in self.parameters.items()}
-        self.changes = torch.zeros((), dtype=torch.int64, device=next(iter(self.parameters.values())).device)
-        self.reported = 0
+        self.changes = {n: torch.zeros((), dtype=torch.int64, device=p.device) for n, p in self.parameters.items()}
         self.keeps_zeros = keeps_zeros(optimizer)
         self.take_over()
+        self.reported = {name: pack(mask) for name, mask in self.current_masks().items()}
 
     def first_mask(self, name: str, weight: nn.Parameter) -> Tensor:
         """The mask that training starts from: by magnitude of the weights as they are."""
@@ -160,72 +164,33 @@ class SparseMethod(Method):
     def replace_mask(self, name: str, new: Tensor) -> Tensor:
         """Set a layer's mask, count what changed; returns the entries that changed, shaped like the weight."""
         changed = new ^ self.masks[name]
-        self.changes += changed.count_nonzero()
+        self.changes[name] += changed.count_nonzero()
         self.masks[name] = new
         return changed
 
-    def metrics(self) -> dict[str, float]:
-        total = int(self.changes)
-        new, self.reported = total - self.reported, total
-        entries = sum(mask.numel() for mask in self.masks.values())
-        return {"mask_changes": new, "mask_flip_rate": new / entries}
+    def current_masks(self) -> dict[str, Tensor]:
+        return dict(self.masks)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"masks": dict(self.masks), "changes": int(self.changes), "reported": self.reported}
+    def metrics(self, *, per_layer: bool = False) -> dict[str, Any]:
+        """Mask entries that changed since the last call, and how often one came back to where it was.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, mask in self.masks.items():
-            mask.copy_(state["masks"][name])
-        self.changes.fill_(state["changes"])
-        self.reported = state["reported"]
-
-
-@dataclass(kw_only=True)
-class MasterMethod(SparseMethod):
-    """A method that trains dropped weights too. As it stands: straight-through, a new mask after every update."""
-
-    def plan(self, shapes: Shapes, total_steps: int) -> None:
-        super().plan(shapes, total_steps)
-        self.cost = {name: Density(pattern.density, ONE, ONE) for name, pattern in self.patterns.items()}
-
-    @torch.no_grad()
-    def take_over(self) -> None:
-        # A weight that is a slice of something larger gets memory of its own, so that all buffers are laid out alike.
-        self.master = {name: p.data if is_dense(p) else p.data.clone() for name, p in self.parameters.items()}
-        self.effective = {name: torch.empty_like(w) for name, w in self.master.items()}
-        for name in self.parameters:
-            self.show(name)
-
-    def show(self, name: str) -> None:
-        """Point the parameter at the effective weights mask * W, freshly written."""
-        keep_where(self.master[name], self.masks[name], out=self.effective[name])
-        self.parameters[name].data = self.effective[name]
-
-    @torch.no_grad()
-    def after_backward(self, step: int) -> None:
-        for name, p in self.parameters.items():
-            p.data = self.master[name]
-
-    @torch.no_grad()
-    def after_update(self, step: int) -> None:
-        for name in self.parameters:
-            self.replace_mask(name, self.patterns[name].project(self.master[name]))
-            self.show(name)
-
-    def add_decay(self, name: str, decay: float) -> None:
-        """grad += decay * (1 - mask) * W: SR-STE's pull on dropped weights, while p.data is the effective weight.
-
-        The effective buffer is free between backward and update, and serves as scratch.
+        An entry that changed k times ends where it began when k is even, and came back k // 2 times.
         """
-        grad, scratch = self.parameters[name].grad, self.effective[name]
-        if decay and grad is not None:
-            keep_where(self.master[name], ~self.masks[name], out=scratch)
-            grad.add_(scratch, alpha=decay)
+        layers = {}
+        for name, mask in self.current_masks().items():
+            changed, now = int(self.changes[name]), pack(mask)
+            moved = int(unpack(self.reported[name] ^ now, mask.shape).count_nonzero()) if changed else 0
+            layers[name] = {"mask_changes": changed, "mask_flip_backs": (changed - moved) // 2}
+            self.reported[name] = now
+            self.changes[name].zero_()
+        sums = {key: sum(row[key] for row in layers.values()) for key in ("mask_changes", "mask_flip_backs")}
+        entries = sum(mask.numel() for mask in self.masks.values())
+        return sums | {"mask_flip_rate": sums["mask_changes"] / entries} | ({"layers": layers} if per_layer else {})
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"master": dict(self.master)}
+        return {"masks": dict(self.masks), "changes": dict(self.changes), "reported": dict(self.reported)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        for name, weight in self.master.items():
-            weight.copy_(state["master"][name])
+        for name in self.masks:
+            for mine, saved in ((self.masks, "masks"), (self.changes, "changes"), (self.reported, "reported")):
+                mine[name].copy_(state[saved][name])

@@ -14,18 +14,18 @@ Departs   delta is exactly 0 from `stop`, whatever beta: in the public code an e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bame_cli.errors import ConfigError
-from bame_cli.methods.base import Layers, MasterMethod, Shapes
-from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_order, demand_share
+from bame_cli.methods.base import Shapes
+from bame_cli.methods.master import MasterMethod
+from bame_cli.methods.options import demand_at_least, demand_one_of, demand_order, demand_share
+from bame_cli.methods.stages import explicit, fitted, geometric, stepwise
 from bame_cli.sparsity.flops import FULL, ONE, Densities, Density
 from bame_cli.sparsity.layers import Layer
 from bame_cli.sparsity.pattern import Pattern, keep_where
@@ -74,25 +74,24 @@ class DecayMask(MasterMethod):
     def review(self, row: Layer) -> Layer:
         if self.kind == "mask" or row.pattern is None:
             return row
-        first, wanted = self.stages_of(row.pattern, row.shape)[0], self.stages_of(row.pattern, None)[0]
+        wanted = self.stages_of(row.pattern)[0]
+        first = fitted(self.stages_of(row.pattern), row.shape)[0]
         return row if first == wanted else replace(row, reason=f"starts at {first}: {wanted} does not fit its inputs")
 
     def plan(self, shapes: Shapes, total_steps: int) -> None:
         super().plan(shapes, total_steps)
-        self.first, self.last = at_share(self.start, total_steps), at_share(self.stop, total_steps)
-        self.staged = {n: self.stages_of(pattern, shape) for n, (shape, pattern) in shapes.items()}
-        early = max((len(stages) - 1 for stages in self.staged.values()), default=0)
-        if self.last - self.first < early:
-            raise ConfigError(
-                f"structure decay has {early} stages before its target, but only {self.last - self.first} of "
-                f"{total_steps} steps between method.start={self.start} and method.stop={self.stop}"
-            )
-        self.lengths = sorted({len(stages) for stages in self.staged.values()})
-        self.costs = dict[tuple[int, ...] | None, Densities]()
+        self.first, self.last = self.span
+        self.cost_soft: Densities = dict.fromkeys(self.patterns, FULL)
 
-    def attach(self, layers: Layers, optimizer: torch.optim.Optimizer, total_steps: int) -> None:
-        self.now = 0
-        super().attach(layers, optimizer, total_steps)
+    def stage_span(self) -> tuple[float, float]:
+        return self.start, self.stop
+
+    def stages_of(self, target: Pattern) -> list[Pattern]:
+        if self.kind == "mask":
+            return [target]
+        if self.stages is not None:
+            return explicit(self.stages, target)
+        return stepwise(target) if self.form == "stepwise" else geometric(target)
 
     # --- the schedule: pure functions of the step ---
 
@@ -108,51 +107,14 @@ class DecayMask(MasterMethod):
             return max(0.0, 1 - done * (1 / intervals if self.beta is None else self.beta))
         return math.exp(-done * (math.log(100) / intervals if self.beta is None else self.beta))
 
-    def stage_at(self, name: str, step: int) -> Pattern:
-        """The pattern that a layer's mask has at step `step`; mask decay has one stage, the target."""
-        stages = self.staged[name]
-        return stages[self.stage_index(len(stages), step)]
-
-    def stage_index(self, length: int, step: int) -> int:
-        """Which of `length` stages holds: all but the last share the steps from `start` to `stop` equally."""
-        if step >= self.last:
-            return length - 1
-        if step < self.first:
-            return 0
-        return (length - 1) * (step - self.first) // (self.last - self.first)
-
-    def stages_of(self, target: Pattern, shape: tuple[int, ...] | None) -> list[Pattern]:
-        """The stages of a layer of this shape (None: of any), each at least as dense or coarse as the next."""
-        if self.kind == "mask":
-            return [target]
-        if self.stages is not None:
-            chosen = [Pattern.parse(text) for text in self.stages]
-            _demand_monotone(chosen, target)
-        elif self.form == "stepwise":
-            chosen = stepwise(target)
-        else:
-            chosen = [Pattern(k * target.n, k * target.m) for k in (8, 4, 2, 1)]
-        # Where a coarse stage does not fit the inputs, the largest one that does takes its place.
-        fitting = [p for p in chosen if shape is None or p.fits(shape)]
-        held = list[Pattern]()
-        for p in chosen:
-            held.append(p if p in fitting else held[-1] if held else fitting[0])
-        return held
-
     def densities(self, step: int) -> Densities:
-        key = None if self.delta(step) > 0 else tuple(self.stage_index(length, step) for length in self.lengths)
-        if key not in self.costs:
-            held = {name: self.stage_at(name, step) for name in self.patterns}
-            self.costs[key] = {name: FULL if key is None else self._cost(stage) for name, stage in held.items()}
-        return self.costs[key]
+        return self.cost_soft if self.delta(step) > 0 else super().densities(step)
 
-    def _cost(self, stage: Pattern) -> Density:
+    def stage_cost(self, stage: Pattern) -> Density:
         return Density(stage.density, ONE, ONE if self.gradient == "ste" else stage.density)
 
     def pattern_at(self, step: int) -> Mapping[str, Pattern] | None:
-        if self.delta(step) > 0:
-            return None
-        return {name: self.stage_at(name, step) for name in self.patterns}
+        return None if self.delta(step) > 0 else super().pattern_at(step)
 
     def warnings(self) -> list[str]:
         if self.kind == "mask" and self.first < self.last <= self.first + self.interval:
@@ -165,11 +127,6 @@ class DecayMask(MasterMethod):
         """Write W * (m + (1 - m) * delta): hard when delta is 0."""
         soften(self.master[name], self.masks[name], self.delta(self.now), out=self.effective[name])
         self.parameters[name].data = self.effective[name]
-
-    def take_over(self) -> None:
-        for name, p in self.parameters.items():
-            self.masks[name] = self.stage_at(name, 0).project(p)
-        super().take_over()
 
     @torch.no_grad()
     def after_backward(self, step: int) -> None:
@@ -195,30 +152,9 @@ class DecayMask(MasterMethod):
             return False
         return (now - self.first) // self.interval != (before - self.first) // self.interval
 
-    @contextmanager
-    def hardened(self) -> Iterator[None]:
-        """The network at its target pattern, whatever has faded or which stage holds."""
-        with torch.no_grad():
-            for name, target in self.patterns.items():
-                there = self.stage_at(name, self.now) == target
-                mask = self.masks[name] if there else target.project(self.master[name])
-                keep_where(self.master[name], mask, out=self.effective[name])
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name in self.parameters:
-                    self.show(name)
-
-    def metrics(self) -> dict[str, float]:
-        return super().metrics() | ({"delta": self.delta(self.now)} if self.kind == "mask" else {})
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"now": self.now}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.now = state["now"]
+    def metrics(self, *, per_layer: bool = False) -> dict[str, Any]:
+        delta = {"delta": self.delta(self.now)} if self.kind == "mask" else {}
+        return super().metrics(per_layer=per_layer) | delta
 
 
 def soften(weight: Tensor, mask: Tensor, factor: float, *, out: Tensor) -> Tensor:
@@ -229,21 +165,3 @@ def soften(weight: Tensor, mask: Tensor, factor: float, *, out: Tensor) -> Tenso
         return keep_where(weight, mask, out=out)
     faded = weight * factor if out is weight else torch.mul(weight, factor, out=out)
     return torch.where(mask, weight, faded, out=out)
-
-
-def stepwise(target: Pattern) -> list[Pattern]:
-    """N_t = M, M-1, then halved from M/2 down to N, at a constant M: 16, 15, 8, 4, 2, 1 of 16 for 1:16."""
-    kept, half = [target.m, target.m - 1], target.m // 2
-    while half > target.n:
-        kept.append(half)
-        half //= 2
-    unique = dict.fromkeys(n for n in (*kept, target.n) if n >= target.n)
-    return [Pattern(n, target.m) for n in unique]
-
-
-def _demand_monotone(stages: list[Pattern], target: Pattern) -> None:
-    """Raise ConfigError unless density and block size never grow and the last stage is the target."""
-    falling = all(a.density >= b.density and a.m >= b.m for a, b in pairwise(stages))
-    if not stages or not falling or stages[-1] != target:
-        names = ", ".join(map(str, stages)) or "nothing"
-        raise ConfigError(f"method.stages={names}: a falling list of patterns that ends in {target}")

@@ -19,13 +19,16 @@ from dataclasses import dataclass
 
 import torch
 
-from bame_cli.methods.base import MasterMethod
-from bame_cli.methods.options import demand_at_least
+from bame_cli.methods.master import RampMethod
+from bame_cli.methods.options import demand_at_least, demand_share
 
 
 @dataclass(kw_only=True)
-class STE(MasterMethod):
+class STE(RampMethod):
     """Straight-through estimator: dense weights get the gradient taken at the masked ones, and nothing else."""
+
+    def validate(self) -> None:
+        demand_share(ramp=self.ramp)
 
 
 @dataclass(kw_only=True)
@@ -37,6 +40,7 @@ class SRSTE(STE):
     public_code_gpus: int = 1
 
     def validate(self) -> None:
+        super().validate()
         demand_at_least(0, decay=self.decay)
         demand_at_least(1, public_code_gpus=self.public_code_gpus)
 

@@ -166,6 +166,19 @@ def zero_where_(tensor: Tensor, mask: Tensor) -> Tensor:
     return keep_where(tensor, mask, out=tensor)
 
 
+def pack(mask: Tensor) -> Tensor:
+    """A mask as uint8, eight entries a byte, the first in the lowest bit; entries in the order of `flatten()`."""
+    bits = mask.flatten().to(torch.uint8)
+    bits = torch.cat([bits, bits.new_zeros(-len(bits) % 8)]).view(-1, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, shape: torch.Size) -> Tensor:
+    """The mask of this shape that `pack` made smaller."""
+    bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
+    return bits.flatten()[: shape.numel()].bool().view(shape)
+
+
 def keep_largest(score: Tensor, n: int, *, dim: int) -> Tensor:
     """Mask of the `n` largest entries along `dim`, exactly n, ties to the lowest index. FloatingPointError on NaN."""
     if score.device.type != "meta" and torch.isnan(score.amax()):

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from torch import Tensor
 from tqdm import tqdm
 
 Row = dict[str, Any]
@@ -60,6 +63,16 @@ class RunLog:
         if self.tracker is not None:
             tracker = self.tracker
             self._guard(lambda: tracker.log(clean))
+
+    def masks(self, step: int, masks: Mapping[str, Tensor]) -> None:
+        """Record masks in `masks/<step>.npz`, a bit per weight, entries in the order of each weight's `flatten()`."""
+        folder = self.path.parent / "masks"
+        folder.mkdir(exist_ok=True)
+        packed: Any = {name: np.packbits(mask.cpu().numpy().ravel()) for name, mask in masks.items()}
+        aside = folder / f"{step:08d}.tmp"
+        with aside.open("wb") as file:
+            np.savez(file, **packed)
+        os.replace(aside, folder / f"{step:08d}.npz")
 
     def finish(self, status: str) -> None:
         """Tell the tracker how the run ended."""

@@ -63,6 +63,8 @@ class Run:
     label_smoothing: float = 0.0
     eval_batch_size: int = 256
     log_every: int = 50
+    per_layer: bool = False
+    masks_every: int | None = None
     save_every_epochs: int = 1
     progress: Progress = field(default_factory=Progress)
     lap: float = field(default_factory=time.monotonic)
@@ -82,6 +84,8 @@ def train(run: Run) -> None:
     Raises Interrupted after saving when SIGINT or SIGTERM came, FloatingPointError when the loss or a weight is no
     longer a number (the last checkpoint is from before that).
     """
+    if run.masks_every and run.progress.step == 0:
+        run.log.masks(0, run.method.current_masks())
     with stop_signals() as stopped, progress_bar(run.total_steps, run.progress.step) as bar:
         while run.progress.step < run.total_steps:
             epoch, start = divmod(run.progress.step, run.steps_per_epoch)
@@ -90,6 +94,8 @@ def train(run: Run) -> None:
                 bar.update()
                 if run.progress.step % run.steps_per_epoch and run.progress.step % run.log_every == 0:
                     run.log.row(_row(run) | {"loss": run.progress.last["step_loss"]})
+                if run.masks_every and run.progress.step % run.masks_every == 0:
+                    run.log.masks(run.progress.step, run.method.current_masks())
                 if stopped():
                     break
             if run.progress.step % run.steps_per_epoch == 0:
@@ -136,7 +142,7 @@ def end_epoch(run: Run) -> None:
     if now == run.target and (progress.best_top1 is None or figures["top1"] > progress.best_top1):
         progress.best_top1, progress.best_epoch = figures["top1"], epoch
         run.checkpoints.save_best({"model": run.model.state_dict(), "epoch": epoch, **figures})
-    run.log.row(_row(run) | {"loss": progress.last["loss"]} | figures | run.method.metrics())
+    run.log.row(_row(run) | {"loss": progress.last["loss"]} | figures | run.method.metrics(per_layer=run.per_layer))
     if (epoch + 1) % run.save_every_epochs == 0 or progress.step == run.total_steps:
         save(run)
 

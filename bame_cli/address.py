@@ -1,0 +1,49 @@
+"""Where a run lives: a function of the options that can change its result, never of the time."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from bame_cli.config import Config
+from bame_cli.errors import ConfigError
+from bame_cli.methods import name_of
+
+# Where things are, what is said and how often it is saved cannot change a result.
+_NO_RESULT = ("logger", "log", "checkpoint", "run", "device")
+_NO_RESULT_OF_DATASET = ("root", "download", "workers")
+
+
+def digest(config: Config) -> str:
+    """Eight hexadecimal digits over every option that can change the result."""
+    options = dataclasses.asdict(config)
+    options["method"]["name"] = name_of(config.method)
+    for key in _NO_RESULT:
+        options.pop(key)
+    for key in _NO_RESULT_OF_DATASET:
+        options["dataset"].pop(key)
+    if not config.method.sparse:
+        options.pop("sparsity")
+    if config.model.checkpoint:
+        options["model"]["checkpoint"] = content(Path(config.model.checkpoint))
+    return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def content(path: Path) -> str:
+    """What a checkpoint is, wherever it lies: the digest of the weights file, or of a run's final one."""
+    file = path / "model.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"model.checkpoint={path}: no such file" + (", nor a finished run" if path.is_dir() else ""))
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def folder(config: Config) -> Path:
+    """The run's folder: outputs/<dataset>/<model>/<method>/<N>of<M>/seed<k>-<digest>, or `run.dir`."""
+    if config.run.dir:
+        return Path(config.run.dir)
+    parts = [config.dataset.name, config.model.name, name_of(config.method)]
+    parts += [config.target.slug] if config.target else []
+    return Path(config.run.root, *parts, f"seed{config.seed}-{digest(config)}")

@@ -1,0 +1,79 @@
+"""What BAME holds while a window is open: designated blocks (`live`), or a gathered dense gradient (`swap`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bame_cli.sparsity.pattern import Pattern, Picked, keep_largest
+
+
+@dataclass
+class Window:
+    """The designated blocks of one layer: all their weights, and which of them are kept, both (blocks, M)."""
+
+    picked: Picked
+    live: Tensor
+    kept: Tensor
+
+    def add_decay(self, grad: Tensor, decay: float) -> None:
+        """grad += decay * (1 - m) * W in the designated blocks."""
+        mine = self.picked.read(grad)
+        self.picked.write(grad, mine.add_(self.live * ~self.kept, alpha=decay))
+
+    def settle(self, weight: Tensor, n: int) -> Tensor:
+        """Take the blocks' new weights, keep the n largest of each, leave only those in `weight`.
+
+        Returns the entries whose mask changed, (blocks, M).
+        """
+        self.live = self.picked.read(weight)
+        before, self.kept = self.kept, keep_largest(self.live.float().abs(), n, dim=1)
+        self.picked.write(weight, self.live * self.kept)
+        return before ^ self.kept
+
+    def state(self) -> dict[str, Tensor]:
+        return {"ids": self.picked.ids, "live": self.live, "kept": self.kept}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Tensor], pattern: Pattern, weight: Tensor) -> Window:
+        """A window as `state` saved it, over a weight laid out as the one it was opened on."""
+        ids, live, kept = (state[key].to(weight.device) for key in ("ids", "live", "kept"))
+        return cls(Picked(pattern, weight, ids), live, kept)
+
+
+@dataclass
+class Gathered:
+    """The dense gradient of one layer over the steps of one window: their count, sum, and sum of squares."""
+
+    window: int
+    count: int
+    sum: Tensor
+    squares: Tensor | None
+
+    def add(self, grad: Tensor) -> None:
+        self.count += 1
+        self.sum += grad
+        if self.squares is not None:
+            self.squares.addcmul_(grad, grad)
+
+    def mean_and_noise(self) -> tuple[Tensor, Tensor]:
+        """The mean gradient and the estimated variance of that mean (sample variance / count); uses itself up."""
+        mean = self.sum.div_(self.count)
+        if self.squares is None:
+            return mean, torch.zeros_like(mean)
+        spread = self.squares.div_(self.count).addcmul_(mean, mean, value=-1).clamp_(min=0)
+        return mean, spread.div_(self.count - 1)
+
+    def to(self, device: torch.device) -> Gathered:
+        squares = None if self.squares is None else self.squares.to(device)
+        return Gathered(self.window, self.count, self.sum.to(device), squares)
+
+
+def frozen_share(flips: Mapping[str, Tensor], freeze_after: int | None) -> float:
+    """Share of all blocks whose mask flipped so often that it stays."""
+    if freeze_after is None:
+        return 0.0
+    return sum(int((f >= freeze_after).sum()) for f in flips.values()) / sum(f.numel() for f in flips.values())
