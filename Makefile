@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev,joblib
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format clean
+.PHONY: help setup train test check format cards clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,9 @@ check: setup ## the gate: format, lint, types, tests
 format: setup ## put the code into its format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+cards: setup ## write docs/methods.md from the methods' own docstrings
+	$(BIN)/python scripts/method_cards.py
 
 clean: ## remove what was built, not what was trained
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
