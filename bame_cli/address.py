@@ -16,12 +16,14 @@ _NO_RESULT = ("logger", "log", "checkpoint", "run", "device")
 _NO_RESULT_OF_DATASET = ("root", "download", "workers")
 
 
-def digest(config: Config) -> str:
-    """Eight hexadecimal digits over every option that can change the result."""
+def digest(config: Config, *, seed: bool = True) -> str:
+    """Eight hexadecimal digits over every option that can change the result; without the seed, those of its group."""
     options = dataclasses.asdict(config)
     options["method"]["name"] = name_of(config.method)
-    for key in _NO_RESULT:
+    for key in _NO_RESULT if seed else (*_NO_RESULT, "seed"):
         options.pop(key)
+    if not seed:
+        options["method"].pop("seed", None)
     for key in _NO_RESULT_OF_DATASET:
         options["dataset"].pop(key)
     if not config.method.sparse:

@@ -56,7 +56,8 @@ def _train(words: list[str]) -> int:
 
     compose.demand_assignments(words)
     multirun = any(word in ("-m", "--multirun") for word in words)
-    sweep = Path("outputs", "sweeps", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}").absolute()
+    root = next((word.partition("=")[2] for word in reversed(words) if word.startswith("run.root=")), "outputs")
+    sweep = Path(root, "sweeps", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}").absolute()
     os.environ["BAME_SWEEP"] = str(sweep)
     _outcomes.clear()
     compose.run_jobs(words, _job)
@@ -74,11 +75,8 @@ def _job(node: Any) -> float:
     from hydra.types import RunMode
 
     hydra = HydraConfig.get()
-    record: dict[str, Any] = {
-        "overrides": [word.replace("\\", "") for word in hydra.overrides.task],
-        "code": 0,
-        "error": "",
-    }
+    words = [word.replace("\\", "") for word in hydra.overrides.task]
+    record: dict[str, Any] = {"overrides": words, "code": 0, "error": ""}
     try:
         from bame_cli import config, run
 

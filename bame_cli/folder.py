@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,19 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def clear(folder: Path) -> None:
-    """Remove what a run wrote, and nothing else; the folder stays where it holds anything else."""
+    """Remove what a run wrote, and nothing else."""
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
     for name in FOLDERS:
         shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Remove what a run wrote, and the folder with the empty ones above it."""
+    clear(folder)
+    (folder / ".lock").unlink(missing_ok=True)
+    with suppress(OSError):  # not empty: somebody else's things
+        os.removedirs(folder)
 
 
 def write(path: Path, text: str) -> None:

@@ -187,6 +187,7 @@ def result_of_run(plan: Blueprint, run: Run | None, status: str, error: str) -> 
         "seed": config.seed,
         "recipe": config.recipe.name,
         "digest": digest(config),
+        "group": digest(config, seed=False),
         "epochs": config.recipe.epochs,
         "weights": _weights_source(config),
         "versions": _versions(),
@@ -206,6 +207,7 @@ def _flops(plan: Blueprint, bill: Bill) -> dict[str, Any]:
     sparse, dense = plan.cost.at(plan.density), bill.dense()
     return {
         "forward_dense": plan.cost.total,
+        "forward_dense_macs": plan.cost.total // 2,
         "forward_sparse": sparse,
         "inference_ratio": sparse / plan.cost.total,
         "images": bill.images,

@@ -67,7 +67,7 @@ def run(config: Config, config_text: str) -> Outcome:
                 return _guarded(plan, data, where, device, log)
             except ConfigError:  # refused after all: leave no trace of a run that never was
                 if not ours:
-                    folders.clear(where)
+                    folders.discard(where)
                 raise
 
 
@@ -234,8 +234,3 @@ def _save_final(plan: Blueprint, run: Run, where: Path) -> dict[str, Any]:
             "verified": all(verdict.violation is None for verdict in verdicts),
         }
     }
-
-
-def objective(outcome: Outcome) -> float:
-    """What a hyperparameter search maximizes: final top-1."""
-    return float(outcome.result.get("top1") or 0.0)

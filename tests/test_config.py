@@ -105,6 +105,12 @@ def test_dense_has_one_address_whatever_the_pattern():
     assert "of" not in addresses.pop().parts[-2]
 
 
+def test_seeds_of_one_setting_share_a_group():
+    groups = {address.digest(composed("method=static", f"seed={k}"), seed=False) for k in range(3)}
+    assert len(groups) == 1
+    assert address.digest(composed("method=asp"), seed=False) not in groups
+
+
 def test_no_path_needs_quoting():
     path = str(address.folder(composed("sparsity=1:16", "model=resnet18.a1_in1k")))
     assert not set(path) & set(":=\\ ,[]{}")

@@ -209,6 +209,7 @@ def test_a_list_without_m_names_the_flag(capsys):
         (["train", "recipe.warmup_epochs=100"], "recipe.warmup_epochs"),
         (["train", "recipe.optimizer=muon"], "BAME needs dropped weights to rest"),
         (["train", "model.checkpoint=none.pt"], "no such file"),
+        (["train", f"model.checkpoint={__file__}"], "no checkpoint we can read"),
         (["train", "device=cuda:77"], "device=cuda:77"),
         (["train", "digits"], "not key=value"),
         (["trian"], "did you mean 'train'"),

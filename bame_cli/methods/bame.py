@@ -158,16 +158,13 @@ class BAME(RampMethod):
     def after_update(self, step: int) -> None:
         before, self.now = self.now, step + 1
         for name in self.parameters:
-            stage, tightened = (
-                self.stage_at(name, self.now),
-                self.stage_at(name, self.now) != self.stage_at(name, before),
-            )
+            old, stage = self.stage_at(name, before), self.stage_at(name, self.now)
             if name in self.windows:
-                self._settle(name, self.stage_at(name, before).n)
-            if tightened and name not in self.free:
+                self._settle(name, old.n)
+            if stage != old and name not in self.free:
                 self._close(name)
                 self.designated = []  # designate anew, and clear what the optimizer knows of dropped ones
-            if tightened or name in self.free:
+            if stage != old or name in self.free:
                 changed = self.patterns[name].blocks(self.replace_mask(name, stage.project(self.master[name])))
                 self.flips[name] += changed.any(2).flatten()
                 self.show(name)
@@ -182,9 +179,7 @@ class BAME(RampMethod):
         if p.grad.stride() != p.stride():
             p.grad = torch.empty_like(p).copy_(p.grad)
         zero_where_(p.grad, self.masks[name])
-        if window is None:
-            return
-        if self.decay:
+        if window is not None and self.decay:
             window.add_decay(p.grad, self.decay)
 
     def _settle(self, name: str, n: int) -> None:
