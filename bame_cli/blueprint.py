@@ -25,10 +25,14 @@ class Blueprint:
 
     config: Config
     facts: datasets.Facts
-    parameters: int
+    model: nn.Module  # on the meta device: shapes without memory
     rows: list[Layer]
     cost: ForwardCost
     expected: Bill
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
 
     @property
     def patterns(self) -> dict[str, Pattern]:
@@ -51,15 +55,21 @@ class Blueprint:
         return self.config.recipe.epochs * self.steps_per_epoch
 
 
-def blueprint(config: Config, facts: datasets.Facts) -> Blueprint:
-    """Everything that can be known, and refused, before anything is trained or written; from shapes alone."""
+def blueprint(config: Config, facts: datasets.Facts, like: Blueprint | None = None) -> Blueprint:
+    """Everything that can be known, and refused, before anything is trained or written; from shapes alone.
+
+    `like`: a blueprint made before; where it is of the same model, that is not built and counted again.
+    """
     batch = config.recipe.batch_size
     steps = config.recipe.epochs * (facts.train // batch)
     if not steps:
         raise ConfigError(f"recipe.batch_size={batch} is more than the {facts.train} training images")
-    model = models.skeleton(image_shape=facts.image_shape, **model_options(config, facts.classes))
+    if like and (like.config.model, like.facts) == (config.model, facts):
+        model, cost = like.model, like.cost
+    else:
+        model = models.skeleton(image_shape=facts.image_shape, **model_options(config, facts.classes))
+        cost = forward_cost(model, facts.image_shape)
     rows = layer_rows(config, model)
-    cost = forward_cost(model, facts.image_shape)
     shapes = {row.name: (torch.Size(row.shape), row.pattern) for row in rows if row.pattern}
     config.method.plan(shapes, steps)
     optimizer, _ = optimization(config, model, facts.train // batch)
@@ -71,7 +81,7 @@ def blueprint(config: Config, facts: datasets.Facts) -> Blueprint:
         images_per_step=config.recipe.batch_size,
         skip_first=config.flops.skip_first,
     )
-    return Blueprint(config, facts, sum(p.numel() for p in model.parameters()), rows, cost, expected)
+    return Blueprint(config, facts, model, rows, cost, expected)
 
 
 def optimization(config: Config, model: nn.Module, steps_per_epoch: int) -> tuple[Optimizer, optim.Schedule]:

@@ -17,14 +17,20 @@ from bame_cli.errors import ConfigError
 from bame_cli.methods import name_of
 from bame_cli.report import aligned
 from bame_cli.sparsity.flops import Bill, ForwardCost, spans
+from bame_cli.sparsity.pattern import Pattern
 
 Row = dict[str, Any]
 
 
 def compare(configs: Sequence[Config], srste: Config) -> list[Row]:
     """A row per configuration; `srste`, the same options with method=srste, is what ratios to SR-STE refer to."""
-    plans = [blueprint(config, known_facts(config)) for config in configs]
-    yardsticks = {config.pattern: blueprint(config, known_facts(config)) for config in _at_patterns(srste, configs)}
+    plans = list[Blueprint]()
+    for config in configs:
+        plans.append(blueprint(config, known_facts(config), like=plans[-1] if plans else None))
+    yardsticks = dict[Pattern, Blueprint]()
+    for config in _at_patterns(srste, configs):
+        made = next((plan for plan in plans if plan.config == config), None)
+        yardsticks[config.pattern] = made or blueprint(config, known_facts(config), like=plans[-1])
     return [_row(plan, yardsticks[plan.config.pattern]) for plan in plans]
 
 

@@ -32,7 +32,7 @@ from bame_cli.methods.base import Layers, Shapes
 from bame_cli.methods.master import RampMethod
 from bame_cli.methods.optimizers import clear_state, demand_zeros_kept
 from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_order, demand_share
-from bame_cli.methods.windows import Window, frozen_share
+from bame_cli.methods.windows import Window, barred, frozen_share, row_slices
 from bame_cli.sparsity.flops import ONE, Densities, Density
 from bame_cli.sparsity.pattern import Picked, lowest, zero_where_
 
@@ -242,19 +242,22 @@ class BAME(RampMethod):
 
     def _score(self, name: str, step: int) -> Tensor:
         """What giving up a block's weakest kept weight costs, penalized by its flips; (blocks,), low goes first."""
-        weight = self.patterns[name].blocks(self.master[name]).float().abs()
-        mask = self.patterns[name].blocks(self.masks[name])
         if self.pick == "random":
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step} {self.seed}".encode()))
-            score = torch.rand(self.num_blocks[name], generator=generator).to(weight.device)
+            score = torch.rand(self.num_blocks[name], generator=generator).to(self.master[name].device)
         else:
-            score = weight.masked_fill(~mask, torch.inf).amin(2).flatten()
-            if self.pick == "gap":
-                score = score - weight.masked_fill(mask, 0).amax(2).flatten()
+            score = torch.cat([self._margin(name, rows) for rows in row_slices(self.masks[name].shape)])
         if self.oscillation is None:
             return score
         penalty = 1 + self.flips[name] / self.oscillation
         return torch.where(score > 0, score * penalty, score / penalty)
+
+    def _margin(self, name: str, rows: slice) -> Tensor:
+        """The smallest |w| kept in each block of some rows, with `gap` less the largest |W| dropped there."""
+        blocks = self.patterns[name].blocks
+        weight, mask = blocks(self.master[name][rows]).float().abs(), blocks(self.masks[name][rows])
+        weakest = (weight + barred(~mask, weight.dtype)).amin(2).flatten()
+        return weakest - weight.masked_fill(mask, 0).amax(2).flatten() if self.pick == "gap" else weakest
 
     # --- what is logged and kept ---
 

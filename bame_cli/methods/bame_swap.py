@@ -34,7 +34,7 @@ from bame_cli.methods.base import Layers, Shapes, SparseMethod
 from bame_cli.methods.master import MasterMethod
 from bame_cli.methods.optimizers import clear_state, demand_zeros_kept
 from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_order, demand_share
-from bame_cli.methods.windows import Gathered, frozen_share
+from bame_cli.methods.windows import Gathered, barred, best, frozen_share, row_slices
 from bame_cli.sparsity.flops import ONE, Densities, Density
 from bame_cli.sparsity.pattern import zero_where_
 
@@ -189,20 +189,25 @@ class BAMESwap(MasterMethod):
         gathered = self.gathered.pop(name)
         if gathered.count < self.gradient_steps:
             return  # a step of the window was skipped: too little is known
-        mean, noise = gathered.mean_and_noise()
         size = self.horizon * self.learning_rate(name) * self.step_scale(name)
         if size == 0:
             return
-        blocks = self.patterns[name].blocks
-        kept, weight = blocks(self.masks[name]), blocks(self.parameters[name].data)
-        cost, gain = self._judge(weight, blocks(mean), blocks(noise), size)
-        pairs = min(self.swaps, self.patterns[name].n, self.patterns[name].m - self.patterns[name].n)
-        loss, out = _best(-cost.masked_fill(~kept, torch.inf), pairs)
-        gains, into = _best(gain.masked_fill(kept, -torch.inf), pairs)
-        win = self._accept(name, gains + loss, gains, step)
-        dropped = torch.zeros_like(kept).scatter_(2, out, win)
-        grown = torch.zeros_like(kept).scatter_(2, into, win)
-        self._exchange(name, dropped.view_as(mean), grown.view_as(mean), -size * mean)
+        # A few rows at a time: temporaries of a layer's size would cost more in page faults than in arithmetic.
+        found = [self._candidates(name, gathered, part, size) for part in row_slices(self.masks[name].shape)]
+        loss, out, gain, into = (torch.cat(part) for part in zip(*found, strict=True))
+        win = self._accept(name, gain + loss, gain, step)
+        start = -size * self.patterns[name].blocks(gathered.sum).gather(2, into) if self.regrow == "step" else None
+        self._exchange(name, win, out, into, start)
+
+    def _candidates(self, name: str, gathered: Gathered, rows: slice, size: float) -> tuple[Tensor, ...]:
+        """-C and index of what each block of some rows would drop, G and index of what it would grow."""
+        pattern = self.patterns[name]
+        kept, weight = (pattern.blocks(t[rows]) for t in (self.masks[name], self.parameters[name].data))
+        mean, noise = map(pattern.blocks, gathered.mean_and_noise(rows))
+        cost, gain = self._judge(weight, mean, noise, size)
+        pairs = min(self.swaps, pattern.n, pattern.m - pattern.n)
+        out = best(-cost - barred(~kept, cost.dtype), pairs)
+        return *out, *best(gain - barred(kept, gain.dtype), pairs)
 
     def step_scale(self, name: str) -> float:
         """s: what the optimizer multiplies a gradient by, besides the learning rate; 1 for SGD."""
@@ -238,19 +243,23 @@ class BAMESwap(MasterMethod):
             # A block's rank is that of all its swaps together; incommensurable criteria rank by what comes in.
             worth = (gain if always else profit).masked_fill(~win, 0).sum(2, keepdim=True) / (1 + flips)
             allowed = round(self.budget_at(step) * worth.numel())
-            best = torch.zeros(worth.numel(), dtype=torch.bool, device=worth.device)
-            best[worth.flatten().sort(descending=True, stable=True).indices[:allowed]] = True
-            win &= best.view_as(worth)
-        self.expected -= 0.0 if always else float(profit[win].sum())
+            chosen = torch.zeros(worth.numel(), dtype=torch.bool, device=worth.device)
+            chosen[worth.flatten().sort(descending=True, stable=True).indices[:allowed]] = True
+            win &= chosen.view_as(worth)
+        self.expected -= 0.0 if always else float(profit.masked_select(win).sum())
         return win
 
-    def _exchange(self, name: str, dropped: Tensor, grown: Tensor, start: Tensor) -> None:
-        p = self.parameters[name]
-        changed = self.replace_mask(name, (self.masks[name] & ~dropped) | grown)
-        self.flips[name] += self.patterns[name].blocks(changed).any(2)
-        p.data.masked_fill_(dropped, 0)
-        if self.regrow == "step":
-            torch.where(grown, start, p.data, out=p.data)
+    def _exchange(self, name: str, win: Tensor, out: Tensor, into: Tensor, start: Tensor | None) -> None:
+        """Where a swap wins, drop entry `out` of the block and grow entry `into`, from `start` or from 0."""
+        p, blocks = self.parameters[name], self.patterns[name].blocks
+        new = self.masks[name].clone()
+        blocks(new).scatter_(2, out, ~win).scatter_(2, into, win)
+        changed = self.replace_mask(name, new)
+        self.flips[name] += win.any(2)
+        weight = blocks(p.data)
+        weight.scatter_(2, out, weight.gather(2, out).masked_fill_(win, 0))
+        if start is not None:
+            weight.scatter_(2, into, torch.where(win, start, weight.gather(2, into)))
         clear_state(self.optimizer, p, changed)
 
     # --- what is logged and kept ---
@@ -275,12 +284,3 @@ class BAMESwap(MasterMethod):
             flips.copy_(state["flips"][name])
         device = next(iter(self.parameters.values())).device
         self.gathered = {name: Gathered(**saved).to(device) for name, saved in state["gathered"].items()}
-
-
-def _best(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest entries of each block (dimension 2) and their indices, ties to the lowest index."""
-    if count == 1:
-        top = value.max(2, keepdim=True)
-        return top.values, top.indices
-    order = torch.sort(value, dim=2, descending=True, stable=True)
-    return order.values[:, :, :count], order.indices[:, :, :count]

@@ -234,9 +234,14 @@ def forecast(
     skip_first: bool = False,
 ) -> Bill:
     """The bill of a whole run, before it: `densities(step)` of a planned method, summed over all steps."""
-    bill = Bill(cost, skip_first)
+    # Densities come back, as when windows open and close: each is charged once, for all of its steps.
+    seen, lengths = dict[int, Densities](), Counter[int]()
     for current, length in spans(densities, steps):
-        bill.charge(current, images_per_step * length)
+        seen[id(current)] = current
+        lengths[id(current)] += length
+    bill = Bill(cost, skip_first)
+    for key, current in seen.items():
+        bill.charge(current, images_per_step * lengths[key])
     return bill
 
 
