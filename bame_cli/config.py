@@ -18,6 +18,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from bame_cli.errors import ConfigError
 from bame_cli.methods import METHODS, name_of
@@ -151,9 +152,12 @@ class Config:
 
 def from_hydra(node: Any) -> Config:
     """Hydra's composed node as typed options, every reference resolved. ConfigError for values without meaning."""
-    if missing := OmegaConf.missing_keys(node):
-        raise ConfigError(f"{', '.join(sorted(missing))} must be given: key=value")
-    config = cast(Config, OmegaConf.to_object(node))
+    try:
+        if missing := OmegaConf.missing_keys(node):
+            raise ConfigError(f"{', '.join(sorted(missing))} must be given: key=value")
+        config = cast(Config, OmegaConf.to_object(node))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     validate(config)
     return config
 

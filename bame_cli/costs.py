@@ -50,6 +50,7 @@ def _row(plan: Blueprint, yardstick: Blueprint) -> Row:
         "method": name_of(config.method),
         "pattern": str(config.target) if config.target else None,
         "forward_dense": plan.cost.total,
+        "forward_dense_macs": plan.cost.total // 2,
         "forward_sparse": sparse,
         "inference_ratio": sparse / plan.cost.total,
         "epochs": config.recipe.epochs,

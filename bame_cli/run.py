@@ -162,7 +162,9 @@ def resume(plan: Blueprint, run: Run) -> None:
     state, note = run.checkpoints.load()
     if note:
         logger.warning(note)
-    if state is not None:
+    if state is None:
+        run.log.rewind(0)  # rows of a run that was cut before its first checkpoint
+    else:
         restore(run, state)
 
 

@@ -213,6 +213,7 @@ def test_a_list_without_m_names_the_flag(capsys):
         (["train", "device=cuda:77"], "device=cuda:77"),
         (["train", "digits"], "not key=value"),
         (["trian"], "did you mean 'train'"),
+        (["train", "~seed"], "method.seed"),
         (["layers", "format=xml"], "text or json"),
         (["verify", "nothing.safetensors"], "no such file"),
         (["verify"], "one run folder or file"),
@@ -376,6 +377,17 @@ def test_a_run_cut_in_the_middle_of_an_epoch_ends_as_the_uncut_one(method, monke
     assert rows(Path("whole")) == rows(Path("cut"))
     bills = [json.loads(Path(d, "result.json").read_text())["flops"] for d in ("whole", "cut")]
     assert bills[0] == bills[1]
+
+
+def test_rows_from_before_the_first_checkpoint_are_made_once(monkeypatch):
+    """Power pulled in the first epoch: rows are there, a checkpoint is not."""
+    words = [*TINY, "log.every=1", "run.dir=run"]
+    with monkeypatch.context() as patch:
+        patch.setattr("bame_cli.training.loop.end_epoch", lambda run: sys.exit(9))
+        assert bame("train", *words) == 9
+    assert len(rows(Path("run"))) == 3
+    assert bame("train", *words) == 0
+    assert [row["step"] for row in rows(Path("run"))] == list(range(1, 13))
 
 
 def test_resume_never_stops_at_an_unfinished_run(monkeypatch, capsys):

@@ -52,8 +52,8 @@ class Checkpoints:
         for path in there:
             try:
                 state: State = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as error:  # whatever a torn file makes the reader raise
-                damaged.append(f"{path.name} is damaged ({str(error).splitlines()[0]})")
+            except Exception:  # whatever a torn file makes the reader raise
+                damaged.append(f"{path.name} is damaged")
                 continue
             return state, "; ".join([*damaged, f"going on from {path.name}"]) if damaged else ""
         if damaged:
