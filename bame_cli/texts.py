@@ -82,7 +82,8 @@ def train() -> str:
 
     groups = []
     for group in ("model", "dataset", "sparsity", "method", "recipe", "logger"):
-        listed = sorted(f.name.removesuffix(".yaml") for f in files("bame_cli.conf").joinpath(group).iterdir())
+        folder = files("bame_cli.conf").joinpath(group)  # the group of patterns has no files at all
+        listed = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir()) if folder.is_dir() else []
         extra = {"model": "any timm classifier by name", "sparsity": "any N:M, for example 2:4 or 1:16"}.get(group)
         groups.append(f"  {group:<10}{', '.join([*listed, *([extra] if extra else [])])}")
     options = "\n".join(f"  {line}" for line in compose.composed([], plain=True).splitlines())

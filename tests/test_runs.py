@@ -329,7 +329,7 @@ def test_flops_draws(capsys):
 def test_bench_gives_ratios(capsys):
     assert bame("bench", "size=32", "batch=4", "rounds=2", "methods=static,bame", "format=json") == 0
     made = {(row["method"], row["metric"]): row for row in json.loads(capsys.readouterr().out)}
-    assert made["static", "bytes_per_sparse_weight"]["value"] == 1
+    assert made["static", "bytes_per_sparse_weight"]["value"] == pytest.approx(1, abs=0.01)
     assert {"step", "method", "optimizer"} <= {metric for method, metric in made if method == "bame"}
     assert ("projection", "time_against_sort") in made
 

@@ -110,6 +110,8 @@ class SparseMethod(Method):
     """A method with one hard mask per layer; as it stands, masks never change and dropped weights are 0."""
 
     sparse: ClassVar[bool] = True
+    moves: ClassVar[bool] = False
+    """Whether masks change after the first."""
 
     def plan(self, shapes: Shapes, total_steps: int) -> None:
         super().plan(shapes, total_steps)
@@ -132,7 +134,7 @@ class SparseMethod(Method):
         self.changes = {n: torch.zeros((), dtype=torch.int64, device=p.device) for n, p in self.parameters.items()}
         self.keeps_zeros = keeps_zeros(optimizer)
         self.take_over()
-        self.reported = {name: pack(mask) for name, mask in self.current_masks().items()}
+        self.reported = {name: pack(mask) for name, mask in self.current_masks().items() if self.moves}
 
     def first_mask(self, name: str, weight: nn.Parameter) -> Tensor:
         """The mask that training starts from: by magnitude of the weights as they are."""
@@ -178,10 +180,11 @@ class SparseMethod(Method):
         """
         layers = {}
         for name, mask in self.current_masks().items():
-            changed, now = int(self.changes[name]), pack(mask)
-            moved = int(unpack(self.reported[name] ^ now, mask.shape).count_nonzero()) if changed else 0
+            changed = moved = int(self.changes[name])
+            if changed:
+                before, self.reported[name] = self.reported[name], pack(mask)
+                moved = int(unpack(before ^ self.reported[name], mask.shape).count_nonzero())
             layers[name] = {"mask_changes": changed, "mask_flip_backs": (changed - moved) // 2}
-            self.reported[name] = now
             self.changes[name].zero_()
         sums = {key: sum(row[key] for row in layers.values()) for key in ("mask_changes", "mask_flip_backs")}
         entries = sum(mask.numel() for mask in self.masks.values())
@@ -191,6 +194,6 @@ class SparseMethod(Method):
         return {"masks": dict(self.masks), "changes": dict(self.changes), "reported": dict(self.reported)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in self.masks:
-            for mine, saved in ((self.masks, "masks"), (self.changes, "changes"), (self.reported, "reported")):
-                mine[name].copy_(state[saved][name])
+        for mine, saved in ((self.masks, "masks"), (self.changes, "changes"), (self.reported, "reported")):
+            for name, value in mine.items():
+                value.copy_(state[saved][name])

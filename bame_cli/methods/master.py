@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ class MasterMethod(SparseMethod):
     Its pattern may tighten in stages (`stages_of`, over the shares of training `stage_span`); one stage, the target,
     unless a method says otherwise.
     """
+
+    moves: ClassVar[bool] = True
 
     def stage_span(self) -> tuple[float, float]:
         """Shares of training between which the stages before the target follow one another."""
