@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -27,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except OSError as error:  # a place that cannot be written is the command's fault, a full disk is not
+        print(f"bame: {error}", file=sys.stderr)
+        code = 1 if error.errno == errno.ENOSPC else 2
     sys.exit(code)
 
 
@@ -56,6 +60,8 @@ def _train(words: list[str]) -> int:
 
     compose.demand_assignments(words)
     multirun = any(word in ("-m", "--multirun") for word in words)
+    if multirun and any(word in ("--cfg", "-c") for word in words):
+        raise ConfigError("--cfg shows the configuration of one job: leave out -m, and name one value for each key")
     root = next((word.partition("=")[2] for word in reversed(words) if word.startswith("run.root=")), "outputs")
     sweep = Path(root, "sweeps", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}").absolute()
     os.environ["BAME_SWEEP"] = str(sweep)

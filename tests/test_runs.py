@@ -214,6 +214,7 @@ def test_a_list_without_m_names_the_flag(capsys):
         (["train", "digits"], "not key=value"),
         (["trian"], "did you mean 'train'"),
         (["train", "~seed"], "method.seed"),
+        (["train", "-m", "seed=0,1", "--cfg", "job"], "leave out -m"),
         (["layers", "format=xml"], "text or json"),
         (["verify", "nothing.safetensors"], "no such file"),
         (["verify"], "one run folder or file"),
@@ -250,6 +251,12 @@ def test_an_unwritable_folder_is_one_line(capsys):
     Path("locked").mkdir(mode=0o500)
     assert bame("train", *TINY, "run.dir=locked/run") == 2
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_sweep_that_cannot_be_written_is_one_line(capsys):
+    Path("file").write_text("")
+    assert bame("train", "-m", *TINY, "seed=0,1", "run.root=file") == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_file_in_the_way_is_one_line(capsys):

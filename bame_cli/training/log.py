@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,7 +104,8 @@ class _Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
-        tqdm.write(text if record.levelno < logging.WARNING else f"warning: {text}", file=sys.stdout)
+        with suppress(OSError):  # a terminal that is gone or a pipe that is full does not end a run
+            tqdm.write(text if record.levelno < logging.WARNING else f"warning: {text}", file=sys.stdout)
 
 
 def progress_bar(total: int, done: int) -> tqdm[Any]:
