@@ -93,7 +93,8 @@ def measure(
 def _lane(config: Config, size: int, device: torch.device) -> Lane:
     torch.manual_seed(config.seed)
     model = models.create(image_shape=(3, size, size), **model_options(config, 1000)).to(device)
-    optimizer, _ = optimization(config, model, _STEPS)
+    optimizer, schedule = optimization(config, model, _STEPS)
+    schedule.set(_MIDDLE)  # at a learning rate of 0, as warm-up begins, BAME would exchange nothing
     layers = sparse_layers(model, layer_rows(config, model))
     config.method.attach(layers, optimizer, _STEPS)
     return Lane(model.train(), config.method, optimizer, layers)

@@ -94,6 +94,8 @@ def _job(node: Any) -> float:
         record |= {"code": 2, "status": "refused", "error": str(error)}
     if hydra.mode == RunMode.RUN:
         _outcomes.append(record)
+        if record["code"] == 1:
+            print(f"bame: {record['status']}: {record['error']}", file=sys.stderr)
     else:
         jobs = Path(hydra.sweep.dir, "jobs")
         jobs.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,9 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
 def _unknown_key(key: str, words: Sequence[str]) -> ConfigError:
     if key in ("sparsity.overrides", "model.args", "recipe.optimizer_args") or key.startswith("model.args."):
         return ConfigError(f"{key} takes new entries: write +{next((w for w in words if w.startswith(key)), key)}")
-    return ConfigError(f"no such option: {key}{near_misses(key, config.known_keys())} (bame train --help lists them)")
+    chosen = next((word.partition("=")[2] for word in reversed(words) if word.startswith("method=")), "bame")
+    known = list(config.known_keys(chosen))
+    return ConfigError(f"no such option: {key}{near_misses(key, known)} (bame train --help lists them)")
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ for every valid N:M, `model` for every timm name; a YAML file of ours of that na
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -153,6 +154,7 @@ class Config:
 def from_hydra(node: Any) -> Config:
     """Hydra's composed node as typed options, every reference resolved. ConfigError for values without meaning."""
     try:
+        OmegaConf.resolve(node)
         if missing := OmegaConf.missing_keys(node):
             raise ConfigError(f"{', '.join(sorted(missing))} must be given: key=value")
         config = cast(Config, OmegaConf.to_object(node))
@@ -188,6 +190,10 @@ def validate(config: Config) -> None:
         value = _get(config, key)
         if value is not None and not value >= bound:
             raise ConfigError(f"{key}={value}: must be {bound} or more")
+    if not math.isfinite(config.recipe.lr):
+        raise ConfigError(f"recipe.lr={config.recipe.lr}: a finite number")
+    if config.recipe.momentum >= 1 or config.seed >= 2**63:
+        raise ConfigError(f"recipe.momentum={config.recipe.momentum}, seed={config.seed}: below 1, and below 2**63")
     if not 0 <= config.recipe.label_smoothing < 1:
         raise ConfigError(f"recipe.label_smoothing={config.recipe.label_smoothing}: from 0 to below 1")
     if config.sparsity.ramp and not hasattr(config.method, "ramp"):
@@ -205,19 +211,25 @@ def _get(config: Config, key: str) -> Any:
     return value
 
 
-def known_keys() -> Iterator[str]:
-    """Every key that a command line can set, for near misses."""
+def known_keys(method: str) -> Iterator[str]:
+    """Every key that a command line with this method can set, for near misses."""
     yield from ("model", "dataset", "sparsity", "method", "recipe", "logger")
-    for name, kind in _groups():
+    for name, kind in (*_GROUPS, ("method", METHODS.get(method, METHODS["bame"]))):
         yield from (f"{name}.{key.name}" for key in dataclasses.fields(kind))
     yield from ("seed", "device")
 
 
-def _groups() -> Iterator[tuple[str, type[Any]]]:
-    yield from (("model", ModelConfig), ("dataset", DatasetConfig), ("sparsity", SparsityConfig))
-    yield from (("recipe", RecipeConfig), ("logger", LoggerConfig), ("log", LogConfig))
-    yield from (("checkpoint", CheckpointConfig), ("flops", FlopsConfig), ("run", RunConfig))
-    yield from (("method", kind) for kind in METHODS.values())
+_GROUPS: tuple[tuple[str, type[Any]], ...] = (
+    ("model", ModelConfig),
+    ("dataset", DatasetConfig),
+    ("sparsity", SparsityConfig),
+    ("recipe", RecipeConfig),
+    ("logger", LoggerConfig),
+    ("log", LogConfig),
+    ("checkpoint", CheckpointConfig),
+    ("flops", FlopsConfig),
+    ("run", RunConfig),
+)
 
 
 # --- registration ---

@@ -12,5 +12,8 @@ class ConfigError(ValueError):
 
 def near_misses(word: str, known: Iterable[str], *, most: int = 3) -> str:
     """`; did you mean 'a', 'b'?`, or the empty string when nothing known is close to `word`."""
-    close = difflib.get_close_matches(word, list(known), n=most, cutoff=0.6)
+    names = {name.lower(): name for name in known}
+    tails = {key: name for key, name in names.items() if key.rpartition(".")[2] == word.lower()}
+    close = [names[key] for key in difflib.get_close_matches(word.lower(), names, n=most, cutoff=0.6)]
+    close = list(dict.fromkeys([*tails.values(), *close]))[:most]
     return f"; did you mean {', '.join(repr(name) for name in close)}?" if close else ""

@@ -49,7 +49,8 @@ def survey(
     keep_dense: module name -> reason, dense unless `include` names it (stem and classifier).
     include, exclude: shell patterns of module names; `include` wins, so `exclude=["*"] include=["layer4.*"]`
         sparsifies layer4 alone. overrides: shell pattern -> "N:M" or "dense"; the last match wins.
-    Works on any device, `meta` too. Raises ConfigError for a shell pattern that matches no layer.
+    Works on any device, `meta` too. Raises ConfigError for a shell pattern that matches no layer, or an `include`
+    none of whose layers can be sparse.
     """
     weights = list(_weights(model))
     names = [name for name, _, _ in weights]
@@ -62,6 +63,10 @@ def survey(
         reason = _impossible(module, weight, chosen, owners) or choice
         owners.setdefault(id(weight), key)
         rows.append(Layer(key, tuple(weight.shape), None if reason else chosen, reason))
+    for text in include:
+        asked = [row for row, name in zip(rows, names, strict=True) if _matches(text, name)]
+        if not any(row.pattern for row in asked):
+            raise ConfigError(f"{asked[0].name} cannot be sparse as {text!r} asks: {asked[0].reason}")
     return rows
 
 

@@ -104,7 +104,9 @@ class _Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
-        with suppress(OSError):  # a terminal that is gone or a pipe that is full does not end a run
+        with suppress(
+            OSError, ValueError, AttributeError
+        ):  # a terminal that is gone or a pipe that is full does not end a run
             tqdm.write(text if record.levelno < logging.WARNING else f"warning: {text}", file=sys.stdout)
 
 

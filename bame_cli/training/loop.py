@@ -100,7 +100,12 @@ def train(run: Run) -> None:
                     break
             if run.progress.step % run.steps_per_epoch == 0:
                 end_epoch(run)
-                bar.set_postfix_str(f"loss {run.progress.last['loss']:.3f}, top-1 {run.progress.last['top1']:.2f} %")
+                said = f"loss {run.progress.last['loss']:.3f}, top-1 {run.progress.last['top1']:.2f} %"
+                bar.set_postfix_str(said)
+                # Without a terminal there is no bar: a line per tenth of the run instead, and every epoch in the file.
+                tenth = (epoch + 1) % max(1, run.epochs // 10) == 0
+                extra = {"file_only": not (bar.disable and tenth)}
+                logger.info("epoch %d of %d: %s", epoch + 1, run.epochs, said, extra=extra)
             if signum := stopped():
                 save(run)
                 raise Interrupted(signum)
