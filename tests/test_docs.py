@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bame_cli import cli, compose
+from bame_cli import address, cli, compose
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -64,3 +64,7 @@ def test_the_page_of_methods_is_what_the_modules_say():
     cards = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(cards)
     assert cards.PAGE.read_text() == cards.page(), "make cards writes it anew"
+
+
+def test_the_readme_names_the_folder_of_the_main_job():
+    assert str(address.folder(compose.composed([]))) in README
