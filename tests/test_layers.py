@@ -405,3 +405,10 @@ def test_a_model_without_any_layer_is_an_error_too():
 
 def test_one_sparse_layer_is_enough(small_net):
     demand_sparse(survey(small_net, TWO_FOUR, exclude=["*"], include=["7"]))
+
+
+def test_a_layer_that_cannot_be_what_include_asks_is_refused(small_net):
+    """Silence would leave it dense under a command that says sparse."""
+    with pytest.raises(ConfigError, match=r"0\.weight cannot be sparse .* not a multiple of 32"):
+        survey(small_net, Pattern(1, 32), include=["0"])
+    assert survey(small_net, Pattern(1, 32), include=["*"])

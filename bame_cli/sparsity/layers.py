@@ -64,8 +64,9 @@ def survey(
         owners.setdefault(id(weight), key)
         rows.append(Layer(key, tuple(weight.shape), None if reason else chosen, reason))
     for text in include:
-        asked = [row for row, name in zip(rows, names, strict=True) if _matches(text, name)]
-        if not any(row.pattern for row in asked):
+        named = [row for row, name in zip(rows, names, strict=True) if _matches(text, name)]
+        asked = [row for row in named if not row.reason.startswith("overrides")]
+        if asked and not any(row.pattern for row in asked):
             raise ConfigError(f"{asked[0].name} cannot be sparse as {text!r} asks: {asked[0].reason}")
     return rows
 
