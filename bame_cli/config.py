@@ -154,7 +154,6 @@ class Config:
 def from_hydra(node: Any) -> Config:
     """Hydra's composed node as typed options, every reference resolved. ConfigError for values without meaning."""
     try:
-        OmegaConf.resolve(node)
         if missing := OmegaConf.missing_keys(node):
             raise ConfigError(f"{', '.join(sorted(missing))} must be given: key=value")
         config = cast(Config, OmegaConf.to_object(node))
