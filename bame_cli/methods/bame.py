@@ -32,9 +32,9 @@ from bame_cli.methods.base import Layers, Shapes
 from bame_cli.methods.master import RampMethod
 from bame_cli.methods.optimizers import clear_state, demand_zeros_kept
 from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_order, demand_share
-from bame_cli.methods.windows import Window, barred, frozen_share, row_slices
+from bame_cli.methods.windows import Window, barred, frozen_share
 from bame_cli.sparsity.flops import ONE, Densities, Density
-from bame_cli.sparsity.pattern import Picked, lowest, zero_where_
+from bame_cli.sparsity.pattern import Picked, lowest, row_slices, zero_where_
 
 
 @dataclass(kw_only=True)
@@ -246,7 +246,7 @@ class BAME(RampMethod):
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step} {self.seed}".encode()))
             score = torch.rand(self.num_blocks[name], generator=generator).to(self.master[name].device)
         else:
-            score = torch.cat([self._margin(name, rows) for rows in row_slices(self.masks[name].shape)])
+            score = torch.cat([self._margin(name, rows) for rows in row_slices(self.masks[name])])
         if self.oscillation is None:
             return score
         penalty = 1 + self.flips[name] / self.oscillation

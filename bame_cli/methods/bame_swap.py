@@ -34,9 +34,9 @@ from bame_cli.methods.base import Layers, Shapes, SparseMethod
 from bame_cli.methods.master import MasterMethod
 from bame_cli.methods.optimizers import clear_state, demand_zeros_kept
 from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_order, demand_share
-from bame_cli.methods.windows import Gathered, barred, best, frozen_share, row_slices
+from bame_cli.methods.windows import Gathered, barred, best, frozen_share
 from bame_cli.sparsity.flops import ONE, Densities, Density
-from bame_cli.sparsity.pattern import zero_where_
+from bame_cli.sparsity.pattern import row_slices, zero_where_
 
 
 @dataclass(kw_only=True)
@@ -193,7 +193,7 @@ class BAMESwap(MasterMethod):
         if size == 0:
             return
         # A few rows at a time: temporaries of a layer's size would cost more in page faults than in arithmetic.
-        found = [self._candidates(name, gathered, part, size) for part in row_slices(self.masks[name].shape)]
+        found = [self._candidates(name, gathered, part, size) for part in row_slices(self.masks[name])]
         loss, out, gain, into = (torch.cat(part) for part in zip(*found, strict=True))
         win = self._accept(name, gain + loss, gain, step)
         start = -size * self.patterns[name].blocks(gathered.sum).gather(2, into) if self.regrow == "step" else None

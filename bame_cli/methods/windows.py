@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from bame_cli.sparsity.pattern import Pattern, Picked, keep_largest
 
-# Weights that are looked at together: the scratch memory stays in cache and costs no page faults.
-_CHUNK = 1 << 18
 # Up to this M, running through a block's entries one by one beats torch's maximum with index.
 _STRIDED = 8
 
@@ -80,12 +78,6 @@ class Gathered:
         return Gathered(self.window, self.count, self.sum.to(device), squares)
 
 
-def row_slices(shape: torch.Size) -> Iterator[slice]:
-    """Slices of dimension 0, a few rows each."""
-    rows = max(1, _CHUNK // max(1, shape[1:].numel()))
-    return (slice(start, start + rows) for start in range(0, shape[0], rows))
-
-
 def frozen_share(flips: Mapping[str, Tensor], freeze_after: int | None) -> float:
     """Share of all blocks whose mask flipped so often that it stays."""
     if freeze_after is None:
@@ -112,8 +104,8 @@ def best(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _first_max(value: Tensor) -> tuple[Tensor, Tensor]:
     """`value.max(2, keepdim=True)` by comparing the entries of blocks as strided vectors: fast where M is small."""
     first, *others = value.unbind(2)
-    best, index = first, torch.zeros_like(first, dtype=torch.uint8)
+    highest, index = first, torch.zeros_like(first, dtype=torch.uint8)
     for number, entry in enumerate(others, 1):
-        torch.maximum(index, (entry > best).view(torch.uint8) * number, out=index)
-        best = torch.maximum(best, entry)
-    return best.unsqueeze(2), index.long().unsqueeze(2)
+        torch.maximum(index, (entry > highest).view(torch.uint8) * number, out=index)
+        highest = torch.maximum(highest, entry)
+    return highest.unsqueeze(2), index.long().unsqueeze(2)

@@ -9,6 +9,7 @@ dimension 2 without copying, whatever the layer and the memory format.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -88,10 +89,9 @@ class Pattern:
         """
         mask = torch.empty_like(weight, dtype=torch.bool) if out is None else out
         blocks, kept = self.blocks(weight.detach()), self.blocks(mask)
-        rows = max(1, _CHUNK // max(1, weight[0].numel()))
-        scratch = torch.empty(blocks[:rows].shape, dtype=torch.float32, device=weight.device)
-        for start in range(0, weight.shape[0], rows):
-            part = slice(start, start + rows)
+        parts = list(row_slices(weight, _CHUNK))
+        scratch = torch.empty(blocks[parts[0]].shape, dtype=torch.float32, device=weight.device) if parts else blocks
+        for part in parts:
             score = scratch[: len(blocks[part])].copy_(blocks[part]).abs_()
             kept[part] = keep_largest(score, self.n, dim=2)
         return mask
@@ -136,6 +136,12 @@ class Picked:
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """Put (len(ids), M) values into the picked blocks of `tensor`, in place."""
         self._rows(tensor).index_copy_(0, self.index, values.reshape(-1, self.width))
+
+
+def row_slices(weight: Tensor, chunk: int = 1 << 18) -> Iterator[slice]:
+    """Slices of dimension 0 that hold about `chunk` weights each, at least one row: scratch memory then stays small."""
+    rows = max(1, chunk // max(1, weight.shape[1:].numel()))
+    return (slice(start, start + rows) for start in range(0, weight.shape[0], rows))
 
 
 def is_dense(tensor: Tensor) -> bool:
