@@ -6,13 +6,15 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from bame_cli.config import Config
 from bame_cli.errors import ConfigError
 from bame_cli.methods import name_of
 
-# Where things are, what is said and how often it is saved cannot change a result.
-_NO_RESULT = ("logger", "log", "checkpoint", "run", "device")
+# Where things are, what is said and how often it is saved cannot change a result; on which device and by which of its
+# kernels it is computed changes rounding alone.
+_NO_RESULT = ("logger", "log", "checkpoint", "run", "device", "channels_last", "compile", "deterministic")
 _NO_RESULT_OF_DATASET = ("root", "download", "workers")
 
 
@@ -30,7 +32,15 @@ def digest(config: Config, *, seed: bool = True) -> str:
         options.pop("sparsity")
     if config.model.checkpoint:
         options["model"]["checkpoint"] = content(Path(config.model.checkpoint))
-    return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(_on(options), sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def _on(options: Any) -> Any:
+    """The options without those that are off (null, false, empty): one that we add later moves no finished run."""
+    if not isinstance(options, dict):
+        return options
+    kept = {key: _on(value) for key, value in options.items()}
+    return {key: value for key, value in kept.items() if not (value is None or value is False or value in ([], {}))}
 
 
 def content(path: Path) -> str:

@@ -17,6 +17,7 @@ from bame_cli.sparsity.layers import Layer, demand_sparse, survey
 from bame_cli.sparsity.pattern import Pattern
 from bame_cli.training import data as datasets
 from bame_cli.training import models, optim
+from bame_cli.training.images import Look
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,11 @@ def blueprint(config: Config, facts: datasets.Facts, like: Blueprint | None = No
     steps = config.recipe.epochs * (facts.train // batch)
     if not steps:
         raise ConfigError(f"recipe.batch_size={batch} is more than the {facts.train} training images")
-    if like and (like.config.model, like.facts) == (config.model, facts):
+    options = model_options(config, facts.classes)
+    if like and like.facts == facts and model_options(like.config, facts.classes) == options:
         model, cost = like.model, like.cost
     else:
-        model = models.skeleton(image_shape=facts.image_shape, **model_options(config, facts.classes))
+        model = models.skeleton(image_shape=facts.image_shape, **options)
         cost = forward_cost(model, facts.image_shape)
     rows = layer_rows(config, model)
     shapes = {row.name: (torch.Size(row.shape), row.pattern) for row in rows if row.pattern}
@@ -117,10 +119,10 @@ def known_facts(config: Config) -> datasets.Facts:
     return datasets.facts(options["name"], look=look, **sizes) or load_data(config).facts
 
 
-def _dataset_options(config: Config) -> tuple[dict[str, Any], datasets.Look]:
+def _dataset_options(config: Config) -> tuple[dict[str, Any], Look]:
     options = asdict(config.dataset)
-    look = datasets.Look(**{key: options.pop(key) for key in ("image_size", "mean", "std", "crop_padding", "flip")})
-    return options, look
+    shown = {key: options.pop(key) for key in ("image_size", "mean", "std", "crop_padding", "flip")}
+    return options, Look(**shown, auto_augment=config.recipe.auto_augment, channels_last=config.channels_last)
 
 
 def layer_rows(config: Config, model: nn.Module) -> list[Layer]:
@@ -142,5 +144,6 @@ def layer_rows(config: Config, model: nn.Module) -> list[Layer]:
 
 
 def model_options(config: Config, num_classes: int) -> dict[str, Any]:
-    model = config.model
-    return {"name": model.name, "num_classes": num_classes, "width": model.width, "args": model.args}
+    model, drop_path = config.model, config.recipe.drop_path
+    args = model.args | ({} if drop_path is None else {"drop_path_rate": drop_path})
+    return {"name": model.name, "num_classes": num_classes, "width": model.width, "args": args}

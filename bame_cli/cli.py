@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         code = _dispatch(words)
     except ConfigError as error:
-        print(f"bame: {error}", file=sys.stderr)
+        if not _follows():  # rank 0 says it once for all
+            print(f"bame: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130
@@ -66,10 +67,17 @@ def _train(words: list[str]) -> int:
     sweep = Path(root, "sweeps", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}").absolute()
     os.environ["BAME_SWEEP"] = str(sweep)
     _outcomes.clear()
+    if _follows():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 for as long as the process lives
     compose.run_jobs(words, _job)
-    if not multirun:
+    if not multirun or _follows():
         return max((outcome["code"] for outcome in _outcomes), default=0)
     return _sweep_summary([json.loads(path.read_text()) for path in sorted(sweep.glob("jobs/*.json"))], sweep)
+
+
+def _follows() -> bool:
+    """Whether torchrun started this process as one of several, and not the one that speaks."""
+    return int(os.environ.get("RANK", 0)) > 0
 
 
 _outcomes: list[dict[str, Any]] = []
@@ -90,9 +98,10 @@ def _job(node: Any) -> float:
         record |= {"code": outcome.code, "folder": str(outcome.folder), "status": outcome.result["status"]}
         record |= {"error": outcome.result.get("error", ""), "top1": outcome.result.get("top1")}
     except ConfigError as error:
-        print(f"bame: {error}", file=sys.stderr)
+        if not _follows():
+            print(f"bame: {error}", file=sys.stderr)
         record |= {"code": 2, "status": "refused", "error": str(error)}
-    if hydra.mode == RunMode.RUN:
+    if hydra.mode == RunMode.RUN or _follows():
         _outcomes.append(record)
         if record["code"] == 1:
             print(f"bame: {record['status']}: {record['error']}", file=sys.stderr)
@@ -172,14 +181,15 @@ def _compared() -> list[str]:
 
 
 def _bench(words: list[str]) -> int:
-    from bame_cli import bench, compose, run
+    from bame_cli import bench, compose
+    from bame_cli.training.distributed import join
 
     own, words = _split(words, {"format": "text", "methods": bench.METHODS, "size": "64", "batch": "16", "rounds": "7"})
     _demand_format(own["format"])
     numbers = {key: _number(key, own[key]) for key in ("size", "batch", "rounds")}
     methods = own["methods"].split(",")
     dense, *chosen = (compose.configs([*words, f"method={name}"])[0] for name in ("dense", *methods))
-    rows = bench.measure(dense, dict(zip(methods, chosen, strict=True)), **numbers, device=run.device_of(dense.device))
+    rows = bench.measure(dense, dict(zip(methods, chosen, strict=True)), **numbers, device=join(dense.device)[1])
     print(json.dumps(rows, indent=1) if own["format"] == "json" else bench.text(rows))
     return 0
 

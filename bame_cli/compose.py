@@ -15,14 +15,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from bame_cli import config
+from bame_cli import config, registration
 from bame_cli.errors import ConfigError, near_misses
 
 
 def run_jobs(words: list[str], job: Callable[[Any], float]) -> None:
     """Hand a command line to Hydra, which composes each job, of one run or of a sweep, and calls `job` with it."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, and we say them in one line
-    config.register()
+    registration.register()
     sys.argv = ["bame train", *words]
     try:
         hydra.main(config_path="pkg://bame_cli.conf", config_name="train", version_base="1.3")(job)()
@@ -54,7 +54,7 @@ def configs(words: list[str]) -> list[Any]:
 
 def composed(words: list[str], *, plain: bool = False) -> Any:
     """Options composed outside a run; their YAML text when `plain`."""
-    config.register()
+    registration.register()
     try:
         with initialize_config_module("bame_cli.conf", version_base="1.3"):
             node = compose("train", overrides=words)

@@ -1,8 +1,4 @@
-"""The options: one dataclass per config group, their registration with Hydra, and what they decide together.
-
-With `cli`, the only place that knows Hydra. Two groups are generated rather than listed: `sparsity` has an option
-for every valid N:M, `model` for every timm name; a YAML file of ours of that name wins over the generated one.
-"""
+"""The options: one dataclass per config group, and what their values must be."""
 
 from __future__ import annotations
 
@@ -12,12 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.config_store import ConfigStore
-from hydra.core.object_type import ObjectType
-from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult, ConfigSource
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -71,6 +61,8 @@ class SparsityConfig:
 
 @dataclass
 class RecipeConfig:
+    """`batch_size`: images per optimizer step, however many ranks and micro-batches (`accumulate`) share them."""
+
     name: str = MISSING
     epochs: int = MISSING
     batch_size: int = MISSING
@@ -83,6 +75,15 @@ class RecipeConfig:
     weight_decay: float = MISSING
     warmup_epochs: float = 0.0
     label_smoothing: float = 0.0
+    accumulate: int = 1
+    clip_grad: float | None = None
+    clip_mode: str = "norm"
+    ema: float | None = None
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    erasing: float = 0.0
+    auto_augment: str | None = None
+    drop_path: float | None = None
 
 
 @dataclass
@@ -105,7 +106,11 @@ class LogConfig:
 
 @dataclass
 class CheckpointConfig:
+    """When `last` is written; whichever comes first. A signal to stop writes it too."""
+
     every_epochs: int = 1
+    every_steps: int | None = None
+    every_minutes: float | None = None
 
 
 @dataclass
@@ -139,6 +144,11 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
     device: str = "auto"
+    amp: str = "none"
+    channels_last: bool = False
+    compile: bool = False
+    deterministic: bool = False
+    sync_batchnorm: bool = False
 
     @property
     def pattern(self) -> Pattern:
@@ -176,9 +186,19 @@ _LEAST = {
         ("recipe.lr", "recipe.min_lr", "recipe.momentum", "recipe.weight_decay", "recipe.warmup_epochs"), 0
     ),
     **dict.fromkeys(("dataset.image_size", "dataset.train_size", "dataset.val_size", "dataset.classes"), 1),
-    **dict.fromkeys(("dataset.channels", "checkpoint.every_epochs", "model.width"), 1),
+    **dict.fromkeys(("dataset.channels", "model.width", "recipe.accumulate"), 1),
+    **dict.fromkeys(("checkpoint.every_epochs", "checkpoint.every_steps"), 1),
     **dict.fromkeys(("dataset.crop_padding", "dataset.workers", "recipe.warmup_epochs", "seed"), 0),
+    **dict.fromkeys(("recipe.mixup", "recipe.cutmix", "recipe.erasing", "recipe.drop_path", "recipe.ema"), 0),
 }
+_ONE_OF = {
+    "run.resume": ("auto", "never"),
+    "logger.name": ("none", "wandb", "tensorboard"),
+    "amp": ("none", "bfloat16", "float16"),
+    "recipe.clip_mode": ("norm", "value", "agc"),
+}
+_BELOW_ONE = ("recipe.label_smoothing", "recipe.momentum", "recipe.drop_path", "recipe.ema")
+_ABOVE_ZERO = ("recipe.clip_grad", "checkpoint.every_minutes")
 
 
 def validate(config: Config) -> None:
@@ -189,16 +209,20 @@ def validate(config: Config) -> None:
         value = _get(config, key)
         if value is not None and not value >= bound:
             raise ConfigError(f"{key}={value}: must be {bound} or more")
+    for key in _BELOW_ONE:
+        if not 0 <= (_get(config, key) or 0) < 1:
+            raise ConfigError(f"{key}={_get(config, key)}: from 0 to below 1")
+    for key in _ABOVE_ZERO:
+        if (value := _get(config, key)) is not None and not value > 0:
+            raise ConfigError(f"{key}={value}: must be more than 0")
     if not math.isfinite(config.recipe.lr):
         raise ConfigError(f"recipe.lr={config.recipe.lr}: a finite number")
-    if config.recipe.momentum >= 1 or config.seed >= 2**63:
-        raise ConfigError(f"recipe.momentum={config.recipe.momentum}, seed={config.seed}: below 1, and below 2**63")
-    if not 0 <= config.recipe.label_smoothing < 1:
-        raise ConfigError(f"recipe.label_smoothing={config.recipe.label_smoothing}: from 0 to below 1")
+    if config.seed >= 2**63 or config.recipe.erasing > 1:
+        raise ConfigError(f"seed={config.seed}, recipe.erasing={config.recipe.erasing}: below 2**63, and at most 1")
     if config.sparsity.ramp and not hasattr(config.method, "ramp"):
         able = ", ".join(name for name, kind in METHODS.items() if "ramp" in kind.__dataclass_fields__)
         raise ConfigError(f"sparsity.ramp: N cannot fall during method={name_of(config.method)}; it can during {able}")
-    for key, known in (("run.resume", ("auto", "never")), ("logger.name", ("none", "wandb", "tensorboard"))):
+    for key, known in _ONE_OF.items():
         if _get(config, key) not in known:
             raise ConfigError(f"{key}={_get(config, key)}: one of {', '.join(known)}")
 
@@ -212,10 +236,10 @@ def _get(config: Config, key: str) -> Any:
 
 def known_keys(method: str) -> Iterator[str]:
     """Every key that a command line with this method can set, for near misses."""
-    yield from ("model", "dataset", "sparsity", "method", "recipe", "logger")
+    yield "experiment"
     for name, kind in (*_GROUPS, ("method", METHODS.get(method, METHODS["bame"]))):
         yield from (f"{name}.{key.name}" for key in dataclasses.fields(kind))
-    yield from ("seed", "device")
+    yield from (key.name for key in dataclasses.fields(Config) if "." not in key.name)
 
 
 _GROUPS: tuple[tuple[str, type[Any]], ...] = (
@@ -229,58 +253,3 @@ _GROUPS: tuple[tuple[str, type[Any]], ...] = (
     ("flops", FlopsConfig),
     ("run", RunConfig),
 )
-
-
-# --- registration ---
-
-
-class GeneratedOptions(ConfigSource):
-    """The options of `sparsity` (all N:M) and `model` (all timm names) that no file has to list."""
-
-    @staticmethod
-    def scheme() -> str:
-        return "bame"
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        group, _, name = config_path.removesuffix(".yaml").partition("/")
-        if group == "sparsity":
-            pattern = Pattern.parse(name)
-            node: dict[str, Any] = {"n": pattern.n, "m": pattern.m}
-        else:
-            node = {"name": name}
-        return ConfigResult(
-            provider=self.provider, path=self.full_path(), config=OmegaConf.create(node), header={"package": group}
-        )
-
-    def available(self) -> bool:
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        return config_path in ("", "sparsity", "model")
-
-    def is_config(self, config_path: str) -> bool:
-        group, _, name = config_path.removesuffix(".yaml").partition("/")
-        return group in ("sparsity", "model") and bool(name) and "/" not in name
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        return []
-
-
-class GeneratedPath(SearchPathPlugin):
-    """Puts the generated options last on Hydra's search path."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append("bame", "bame://generated")
-
-
-def register() -> None:
-    """Make the schemas and the generated options known to Hydra; again does no harm."""
-    store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
-    for name, kind in METHODS.items():
-        store.store(group="method", name=f"{name}_schema", node=kind)
-    plugins = Plugins.instance()
-    known = plugins.discover(ConfigSource)
-    for plugin in (GeneratedOptions, GeneratedPath):
-        if plugin not in known:
-            plugins.register(plugin)

@@ -15,6 +15,7 @@ from bame_cli.errors import ConfigError
 
 FILES = ("config.yaml", "layers.json", "metrics.jsonl", "train.log", "model.safetensors", "result.json", "digest")
 FOLDERS = ("checkpoints", "masks", "plots", "tensorboard", "wandb")
+_RESERVE = ".reserve"
 
 
 def result_of(folder: Path) -> dict[str, Any] | None:
@@ -67,7 +68,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def clear(folder: Path) -> None:
     """Remove what a run wrote, and nothing else."""
-    for name in FILES:
+    for name in (*FILES, _RESERVE):
         (folder / name).unlink(missing_ok=True)
     for name in FOLDERS:
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -79,6 +80,16 @@ def discard(folder: Path) -> None:
     (folder / ".lock").unlink(missing_ok=True)
     with suppress(OSError):  # not empty: somebody else's things
         os.removedirs(folder)
+
+
+def reserve(folder: Path) -> None:
+    """Set a little space aside, so that a run whose disk is full can still say so."""
+    (folder / _RESERVE).write_bytes(bytes(2**16))
+
+
+def release(folder: Path) -> None:
+    """Give that space back."""
+    (folder / _RESERVE).unlink(missing_ok=True)
 
 
 def write(path: Path, text: str) -> None:

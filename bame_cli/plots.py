@@ -17,8 +17,8 @@ HATCHES = ("", "//", "..")
 
 def bills(rows: Sequence[Mapping[str, Any]], curves: Mapping[str, tuple[list[float], list[float]]], path: Path) -> None:
     """Left: the three products of each row, stacked, as shares of its dense bill. Right: FLOPs over training."""
-    plt = _pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2 + 0.12 * len(rows)), layout="constrained")
+    figure = _figure(figsize=(12, 4.2 + 0.12 * len(rows)))
+    left, right = figure.subplots(1, 2)
     _stacked(left, rows)
     styles = ("-", "--", "-.", ":")
     for index, (name, (shares, totals)) in enumerate(curves.items()):
@@ -45,11 +45,9 @@ def _stacked(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def masks(evolution: Evolution, path: Path) -> None:
     """How a run's masks evolved: share of blocks changed per record and layer, oscillation, and where blocks froze."""
-    plt = _pyplot()
     layers, shares = evolution.share_changed()
-    figure, (top, middle, bottom) = plt.subplots(
-        3, 1, figsize=(10, 9 + 0.12 * len(layers)), layout="constrained", height_ratios=[3 + 0.1 * len(layers), 2, 3]
-    )
+    figure = _figure(figsize=(10, 9 + 0.12 * len(layers)))
+    top, middle, bottom = figure.subplots(3, 1, height_ratios=[3 + 0.1 * len(layers), 2, 3])
     edges = evolution.steps
     image = top.pcolormesh(edges, range(len(layers) + 1), 100 * shares, cmap="viridis", vmin=0)
     top.set(xlabel="step", title="blocks whose mask changed since the record before, %")
@@ -75,15 +73,59 @@ def _heat(axes: Any, figure: Any, evolution: Evolution) -> None:
     figure.colorbar(image, ax=axes)
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib: pip install 'bame-cli[plot]'") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+def curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A run's rows against epochs: losses; top-1, with training FLOPs on a second axis; learning rate and density."""
+    epochs = [row for row in rows if "top1" in row]
+    if not epochs:
+        return
+    figure = _figure(figsize=(15, 4))
+    left, middle, right = figure.subplots(1, 3)
+    at = [row["epoch"] + 1 for row in epochs]
+    left.plot(at, [row["loss"] for row in epochs], color=COLORS[0], label="training, mean of the epoch")
+    left.plot(at, [row["val_loss"] for row in epochs], color=COLORS[3], linestyle="--", label="validation")
+    left.set(xlabel="epoch", title="loss")
+    middle.plot(at, [row["top1"] for row in epochs], color=COLORS[0], label="at the target pattern")
+    if "soft_top1" in epochs[0]:
+        soft = [(row["epoch"] + 1, row["soft_top1"]) for row in epochs if "soft_top1" in row]
+        middle.plot(*zip(*soft, strict=True), color=COLORS[3], linestyle="--", label="with the soft mask")
+    if "raw_top1" in epochs[0]:
+        middle.plot(at, [row["raw_top1"] for row in epochs], color=COLORS[3], linestyle="--", label="without averaging")
+    middle.set(xlabel="epoch", title="top-1, %")
+    _flops_axis(middle, at, [row["flops"] for row in epochs])
+    _schedule(right, rows, rows[-1]["step"] / at[-1])
+    for axes in (left, middle, right):
+        axes.legend(frameon=False, fontsize=8)
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    _save(figure, path)
 
-    return plt
+
+def _flops_axis(axes: Any, epochs: list[int], flops: list[int]) -> None:
+    """The bill so far, above the epochs."""
+    above = axes.secondary_xaxis("top")
+    ticks = sorted({epochs[round(share * (len(epochs) - 1))] for share in (0, 0.25, 0.5, 0.75, 1)})
+    bills = dict(zip(epochs, flops, strict=True))
+    above.set_xticks(ticks, [f"{bills[epoch]:.1e}" for epoch in ticks], fontsize=7)
+    above.set_xlabel("training FLOPs", fontsize=8)
+
+
+def _schedule(axes: Any, rows: Sequence[Mapping[str, Any]], steps_per_epoch: float) -> None:
+    """Learning rate, density and how many mask entries change, as shares of their largest values."""
+    lines = {"lr": "learning rate", "density": "density", "mask_flip_rate": "mask changes per epoch"}
+    for (key, label), color, style in zip(lines.items(), COLORS, ("-", "--", ":"), strict=False):
+        seen = [(row["step"] / steps_per_epoch, row[key]) for row in rows if key in row]
+        most = max((value for _, value in seen), default=0)
+        if most:
+            at, values = zip(*seen, strict=True)
+            axes.plot(at, [v / most for v in values], color=color, linestyle=style, label=f"{label} (of {most:.3g})")
+    axes.set(xlabel="epoch", title="schedule", ylim=(0, 1.05))
+
+
+def _figure(**options: Any) -> Any:
+    """A figure of its own: pyplot would keep every one that a sweep draws."""
+    from matplotlib.figure import Figure
+
+    return Figure(layout="constrained", **options)
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -17,10 +17,11 @@ from bame_cli.config import Config
 from bame_cli.methods import name_of
 from bame_cli.sparsity.flops import Bill
 from bame_cli.training import models
+from bame_cli.training.distributed import Ranks
 from bame_cli.training.loop import Run
 
 
-def preface(plan: Blueprint, about: str, where: Path, device: torch.device) -> list[str]:
+def preface(plan: Blueprint, about: str, where: Path, device: torch.device, ranks: int = 1) -> list[str]:
     """What the run is about to do, in the lines that open its log."""
     config, expected, facts = plan.config, plan.expected, plan.facts
     recipe, target = config.recipe, config.target
@@ -40,7 +41,9 @@ def preface(plan: Blueprint, about: str, where: Path, device: torch.device) -> l
         f"{recipe.optimizer} at {recipe.lr:g}, seed {config.seed}",
         "bill": f"{expected.total:.3e} training FLOPs expected, {expected.ratio():.3f} of dense "
         f"({expected.ratio_dense_grad_input():.3f} with dense grad_input)",
-        "device": f"{device}" + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""),
+        "device": f"{device}"
+        + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else "")
+        + (f", {ranks} ranks" if ranks > 1 else ""),
         "folder": str(where),
     }
     return [f"{key:<8}{value}" for key, value in lines.items()]
@@ -175,7 +178,16 @@ def _git() -> dict[str, Any]:
         return {"commit": None, "dirty": None}
 
 
-def result_of_run(plan: Blueprint, run: Run | None, status: str, error: str) -> dict[str, Any]:
+def _compute(config: Config, ranks: Ranks, device: torch.device) -> dict[str, Any]:
+    """What a result is equal to the last bit only with: the kind of device, how many shared the work, how."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    how = {key: getattr(config, key) for key in ("amp", "channels_last", "compile", "deterministic")}
+    return {"device": device.type, "name": name, "ranks": ranks.world, "threads": torch.get_num_threads()} | how
+
+
+def result_of_run(
+    plan: Blueprint, run: Run | None, status: str, error: str, place: tuple[Ranks, torch.device]
+) -> dict[str, Any]:
     """`result.json`: what tables and other programs read."""
     config, target = plan.config, plan.config.target
     result: dict[str, Any] = {"status": status} | ({"error": error} if error else {})
@@ -189,7 +201,9 @@ def result_of_run(plan: Blueprint, run: Run | None, status: str, error: str) -> 
         "digest": digest(config),
         "group": digest(config, seed=False),
         "epochs": config.recipe.epochs,
+        "ema": config.recipe.ema,
         "weights": _weights_source(config),
+        "compute": _compute(config, *place),
         "versions": _versions(),
         "git": _git(),
     }

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import json
 import traceback
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from bame_cli import __version__
+from bame_cli import __version__, plots
 from bame_cli import folder as folders
 from bame_cli.address import digest, folder
-from bame_cli.blueprint import Blueprint, blueprint, load_data, model_options, optimization
+from bame_cli.assembly import build
+from bame_cli.blueprint import Blueprint, blueprint, load_data
 from bame_cli.config import Config
 from bame_cli.errors import ConfigError
 from bame_cli.export import patterns_in, read_weights, verify_weights, write_weights
+from bame_cli.failure import said
 from bame_cli.methods import name_of
 from bame_cli.report import closing, layer_table, preface, result_of_run
-from bame_cli.sparsity.flops import Bill
-from bame_cli.sparsity.layers import sparse_layers
 from bame_cli.training import log as logs
 from bame_cli.training import models
-from bame_cli.training.checkpoint import Checkpoints
 from bame_cli.training.data import Data
-from bame_cli.training.loop import Interrupted, Run, restore, train
+from bame_cli.training.distributed import Ranks, join
+from bame_cli.training.loop import Run, restore, train
+from bame_cli.training.precision import set_determinism
+from bame_cli.training.signals import Interrupted, Stopped, stop_signals
 
 logger = logs.logger
 
@@ -45,56 +47,86 @@ def run(config: Config, config_text: str) -> Outcome:
 
     Raises ConfigError, with nothing written, when the options cannot be served.
     """
+    ranks, device = join(config.device)
+    set_determinism(config.deterministic)
     where, mark = folder(config), digest(config)
-    ours = folders.demand_ours(where, mark, replace=config.run.overwrite) and not config.run.overwrite
-    result = folders.result_of(where) if ours else None
+    ours, result = ranks.lead(lambda: _found(config, where, mark))
     if result and result["status"] == "finished":
         print(f"finished already: top-1 {result['top1']:.2f} %, {where} (run.overwrite=true trains it again)")
         return Outcome(0, where, result)
-    if ours and config.run.resume == "never":
-        raise ConfigError(f"{where} holds an unfinished run: run.resume=auto goes on, run.overwrite=true starts again")
-    device = device_of(config.device)
-    data = load_data(config, device)
+    data = ranks.first(lambda: load_data(config, device))
     plan = blueprint(config, data.facts)
-    with folders.claimed(where):
-        if config.run.overwrite:
-            folders.clear(where)
-        folders.write(where / "digest", mark + "\n")
-        folders.write(where / "config.yaml", config_text)
-        folders.write(where / "layers.json", json.dumps(layer_table(plan), indent=1) + "\n")
-        with logs.RunLog(where, tracker=lambda: _tracker(config, where)) as log:
-            try:
-                return _guarded(plan, data, where, device, log)
-            except ConfigError:  # refused after all: leave no trace of a run that never was
-                if not ours:
-                    folders.discard(where)
-                raise
+    _demand_parts(config, ranks, device)
+    with ExitStack() as held:
+        ranks.lead(lambda: held.enter_context(folders.claimed(where)))
+        ranks.lead(lambda: _open(plan, where, mark, config_text))
+        log = logs.RunLog(where, tracker=lambda: _tracker(config, where)) if ranks.leads else logs.NoLog()
+        held.enter_context(log)
+        stopped = held.enter_context(stop_signals())
+        try:
+            return _guarded(plan, data, where, (ranks, device), log, stopped)
+        except ConfigError:  # refused after all: leave no trace of a run that never was
+            if not ours and ranks.leads:
+                folders.discard(where)
+            raise
 
 
-def device_of(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device={name}: not on this machine ({str(error).splitlines()[0]})") from error
-    return device
+def _found(config: Config, where: Path, mark: str) -> tuple[bool, dict[str, Any] | None]:
+    """Whether the folder holds this run already, and its result."""
+    ours = folders.demand_ours(where, mark, replace=config.run.overwrite) and not config.run.overwrite
+    result = folders.result_of(where) if ours else None
+    if ours and config.run.resume == "never" and (result is None or result["status"] != "finished"):
+        raise ConfigError(f"{where} holds an unfinished run: run.resume=auto goes on, run.overwrite=true starts again")
+    return ours, result
+
+
+def _demand_parts(config: Config, ranks: Ranks, device: torch.device) -> None:
+    """Raise ConfigError when a batch cannot be shared out as the options ask."""
+    recipe = config.recipe
+    parts = ranks.world * recipe.accumulate
+    if recipe.batch_size % parts:
+        raise ConfigError(
+            f"recipe.batch_size={recipe.batch_size} cannot be divided by {ranks.world} ranks x "
+            f"recipe.accumulate={recipe.accumulate}"
+        )
+    if (recipe.mixup or recipe.cutmix) and recipe.batch_size // parts % 2:
+        raise ConfigError(f"recipe.mixup and cutmix mix pairs: {recipe.batch_size // parts} images at a time are odd")
+    if config.sync_batchnorm and device.type != "cuda":
+        raise ConfigError("sync_batchnorm=true: torch synchronizes batch statistics on GPUs only")
+
+
+def _open(plan: Blueprint, where: Path, mark: str, config_text: str) -> None:
+    """Write what a run's folder holds before the first step."""
+    if plan.config.run.overwrite:
+        folders.clear(where)
+    folders.reserve(where)
+    folders.write(where / "digest", mark + "\n")
+    folders.write(where / "config.yaml", config_text)
+    folders.write(where / "layers.json", json.dumps(layer_table(plan), indent=1) + "\n")
 
 
 # --- the run ---
 
 
-def _guarded(plan: Blueprint, data: Data, where: Path, device: torch.device, log: logs.RunLog) -> Outcome:
+def _guarded(
+    plan: Blueprint,
+    data: Data,
+    where: Path,
+    place: tuple[Ranks, torch.device],
+    log: logs.RunLog,
+    stopped: Stopped,
+) -> Outcome:
     """Train and write the result; whatever ends the run early is said in one line and in the result."""
     run: Run | None = None
-    status, code, error = "finished", 0, ""
+    status, code, error, proof = "finished", 0, "", dict[str, Any]()
+    ranks, device = place
     try:
-        run = build(plan, data, where, device, log)
-        for line in preface(plan, data.about, where, device):
+        run = build(plan, data, where, place, log)
+        for line in preface(plan, data.about, where, device, ranks.world):
             logger.info(line)
         resume(plan, run)
-        train(run)
+        train(run, stopped)
+        proof = ranks.lead(lambda: _save_final(plan, run, where))
     except ConfigError:
         raise
     except Interrupted as stop:
@@ -102,56 +134,42 @@ def _guarded(plan: Blueprint, data: Data, where: Path, device: torch.device, log
     except FloatingPointError as diverged:
         status, code, error = "diverged", 1, str(diverged)
     except Exception as failure:
-        status, code = "failed", 1
-        error = f"{type(failure).__name__}: {(str(failure) or 'no message').splitlines()[0]}"
-        logger.error(traceback.format_exc(), extra={"file_only": True})
-    result = result_of_run(plan, run, status, error)
-    if run and status == "finished":
-        result |= _save_final(plan, run, where)
-        if not result["sparsity"]["verified"]:
-            code, result["status"] = 1, "failed"
-            result["error"] = "the final network breaks its pattern: `bame verify` names the blocks"
-    folders.write(where / "result.json", json.dumps(result, indent=1) + "\n")
-    log.finish(result["status"])
-    for line in closing(result, where):
-        logger.info(line)
+        status, code, error = "failed", 1, said(failure, where)
+        folders.release(where)
+        _keep_traceback(traceback.format_exc(), where, ranks)
+    result = result_of_run(plan, run, status, error, place) | proof
+    if proof and not proof["sparsity"]["verified"]:
+        code, result["status"] = 1, "failed"
+        result["error"] = "the final network breaks its pattern: `bame verify` names the blocks"
+    if ranks.leads:
+        folders.release(where)
+        folders.write(where / "result.json", json.dumps(result, indent=1) + "\n")
+        _draw(where)
+        log.finish(result["status"])
+        for line in closing(result, where):
+            logger.info(line)
+    if status != "failed":  # which the ranks know of one after the other
+        ranks.meet()  # the first to leave with an error code would have torchrun end the others
     return Outcome(code, where, result)
 
 
-def build(plan: Blueprint, data: Data, where: Path, device: torch.device, log: logs.RunLog) -> Run:
-    """Everything a run is made of, at its first step."""
-    config, recipe = plan.config, plan.config.recipe
-    torch.manual_seed(config.seed)
-    model = models.create(
-        image_shape=data.image_shape,
-        pretrained=config.model.pretrained,
-        **model_options(config, plan.facts.classes),
-    )
-    _load_weights(config, model)
-    model.to(device)
-    optimizer, schedule = optimization(config, model, plan.steps_per_epoch)
-    layers = sparse_layers(model, plan.rows)
-    config.method.attach(layers, optimizer, plan.total_steps)
-    return Run(
-        model,
-        config.method,
-        optimizer,
-        schedule,
-        data,
-        Bill(plan.cost, config.flops.skip_first),
-        log,
-        Checkpoints(where / "checkpoints"),
-        plan.patterns,
-        epochs=recipe.epochs,
-        batch_size=recipe.batch_size,
-        seed=config.seed,
-        label_smoothing=recipe.label_smoothing,
-        eval_batch_size=recipe.eval_batch_size,
-        log_every=config.log.every,
-        per_layer=config.log.per_layer,
-        masks_every=config.log.masks_every,
-        save_every_epochs=config.checkpoint.every_epochs,
-    )
+def _keep_traceback(text: str, where: Path, ranks: Ranks) -> None:
+    """In `train.log`, also from a rank that does not lead."""
+    if ranks.leads:
+        logger.error(text, extra={"file_only": True})
+        return
+    with (where / "train.log").open("a") as file:
+        file.write(f"rank {ranks.rank}: {text}")
+
+
+def _draw(where: Path) -> None:
+    """The run's curves. A picture that cannot be drawn ends no run."""
+    try:
+        rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+        (where / "plots").mkdir(exist_ok=True)
+        plots.curves(rows, where / "plots" / "curves.png")
+    except Exception as error:
+        logger.warning("plots/curves.png was not drawn: %s", error)
 
 
 def resume(plan: Blueprint, run: Run) -> None:
@@ -166,14 +184,6 @@ def resume(plan: Blueprint, run: Run) -> None:
         run.log.rewind(0)  # rows of a run that was cut before its first checkpoint
     else:
         restore(run, state)
-
-
-def _load_weights(config: Config, model: nn.Module) -> None:
-    if not config.model.checkpoint:
-        return
-    path = Path(config.model.checkpoint)
-    for note in models.load_weights(model, path / "model.safetensors" if path.is_dir() else path):
-        logger.info(note)
 
 
 def _notes(plan: Blueprint) -> list[str]:
@@ -202,7 +212,6 @@ def _tracker(config: Config, where: Path) -> logs.Tracker | None:
         mode=config.logger.mode,
         folder=where,
         config=_as_dict(config),
-        run_id=digest(config),
     )
 
 
@@ -221,9 +230,10 @@ def _save_final(plan: Blueprint, run: Run, where: Path) -> dict[str, Any]:
         "image_shape": list(plan.facts.image_shape),
         "method": name_of(config.method),
         "pattern": str(config.target or ""),
+        "ema": config.recipe.ema or 0,
         "bame_cli": __version__,
     }
-    write_weights(path, run.model.state_dict(), patterns=plan.patterns, about=about)
+    write_weights(path, run.network().state_dict(), patterns=plan.patterns, about=about)
     weights, metadata = read_weights(path)
     verdicts = verify_weights(weights, patterns_in(metadata))
     named = [weights[row.name] for row in plan.rows]

@@ -19,7 +19,9 @@ ROOMS = {
     "methods": {"methods", "sparsity", "errors"},
     "training": {"training", "methods.base", "sparsity", "errors"},
     "config": {"methods", "sparsity", "errors"},
-    "compose": {"config", "errors"},
+    "registration": {"config", "methods", "sparsity", "errors"},
+    "compose": {"registration", "config", "errors"},
+    "failure": {"errors"},
     "address": {"config", "methods", "errors"},
     "folder": {"errors"},
     "export": {"sparsity", "errors"},
@@ -28,8 +30,12 @@ ROOMS = {
     "costs": {"report", "blueprint", "folder", "config", "methods", "sparsity", "errors"},
     "plots": {"evolution", "errors"},
     "evolution": {"errors"},
+    "assembly": {"blueprint", "config", "training", "sparsity", "errors"},
     "run": {
         "address",
+        "assembly",
+        "failure",
+        "plots",
         "report",
         "blueprint",
         "folder",
@@ -43,16 +49,16 @@ ROOMS = {
     "bench": {"blueprint", "config", "methods", "training", "sparsity", "errors"},
 }
 DOORS = {
-    "timm": {"training.models", "training.optim"},
+    "timm": {f"training.{room}" for room in ("models", "optim", "augment", "average", "precision")},
     "huggingface_hub": {"training.models"},
-    "torchvision": {"training.data", "training.arrays"},
+    "torchvision": {"training.pictures", "training.arrays"},
     "sklearn": {"training.arrays"},
     "wandb": {"training.log"},
     "tqdm": {"training.log"},
     "safetensors": {"export"},
     "matplotlib": {"plots"},
-    "hydra": {"cli", "compose", "config"},
-    "omegaconf": {"compose", "config"},
+    "hydra": {"cli", "compose", "registration"},
+    "omegaconf": {"compose", "config", "registration"},
 }
 
 

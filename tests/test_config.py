@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from importlib.resources import files
 
 import pytest
@@ -28,8 +29,39 @@ def composed(*words: str) -> config.Config:
 def test_every_shipped_file_composes_into_objects(group, option):
     extra = ["dataset.root=somewhere"] if option == "image_folder" else []
     made = composed(f"{group}={option}", *extra)
+    if group == "experiment":
+        assert made.recipe.name != "quick" or option == "digits_resnet20"
+        return
     chosen = getattr(made, group)
     assert name_of(chosen) == option if group == "method" else chosen.name == option
+
+
+@pytest.mark.parametrize("option", [option for group, option in SHIPPED if group == "experiment"])
+def test_the_command_line_wins_over_an_experiment(option):
+    made = composed("model=resnet18", "recipe.lr=0.5", f"experiment={option}", "dataset=synthetic", "recipe=small")
+    assert (made.model.name, made.recipe.lr, made.dataset.name, made.recipe.name) == (
+        "resnet18",
+        0.5,
+        "synthetic",
+        "small",
+    )
+
+
+def test_an_option_that_is_off_does_not_move_a_run(monkeypatch):
+    """So that one added later, off by default, leaves finished runs where they are."""
+    made = composed()
+    before = address.digest(made)
+    plain = dataclasses.asdict
+
+    def with_more(value):
+        options = plain(value)
+        options["recipe"] |= {"new": None, "names": [], "on": {"deeper": False}}
+        return options
+
+    monkeypatch.setattr(address.dataclasses, "asdict", with_more)
+    assert address.digest(made) == before
+    made.recipe.min_lr = 0.1
+    assert address.digest(made) != before
 
 
 def test_every_method_has_its_file_and_its_defaults():

@@ -16,6 +16,7 @@ gradient taken at the effective weights is then the gradient that W gets: straig
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,6 +89,12 @@ class Method:
     def current_masks(self) -> dict[str, Tensor]:
         """The mask of each layer's network as it is between steps; none for dense training."""
         return {}
+
+    def mask_hash(self) -> str:
+        """Sixteen hexadecimal digits over all masks as they are between steps; empty for dense training."""
+        masks = sorted(self.current_masks().items())
+        bits = hashlib.sha256(b"".join(pack(mask).cpu().numpy().tobytes() for _, mask in masks))
+        return bits.hexdigest()[:16] if masks else ""
 
     def warnings(self) -> list[str]:
         """What the user should know about this plan before it runs."""

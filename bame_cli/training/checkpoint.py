@@ -25,14 +25,19 @@ def to_cpu(value: Any) -> Any:
 
 
 class Checkpoints:
-    """`last.pt`, `previous.pt` (the last before it) and `best.pt` (weights of the best epoch) in one folder."""
+    """`last.pt`, `previous.pt` (the last before it) and `best.pt` (weights of the best epoch) in one folder.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Only a process that `writes` writes: the others of a run read what it wrote.
+    """
+
+    def __init__(self, folder: Path, *, writes: bool = True) -> None:
+        self.folder, self.writes = folder, writes
         self.last, self.previous, self.best = (folder / f"{name}.pt" for name in ("last", "previous", "best"))
 
     def save(self, state: State) -> None:
         """Make `state` the last checkpoint. At no instant is there no complete one."""
+        if not self.writes:
+            return
         aside = _write(self.last, state)
         if self.last.exists():
             os.replace(self.last, self.previous)
@@ -40,7 +45,8 @@ class Checkpoints:
 
     def save_best(self, state: State) -> None:
         """Keep the weights of the best epoch."""
-        os.replace(_write(self.best, state), self.best)
+        if self.writes:
+            os.replace(_write(self.best, state), self.best)
 
     def load(self) -> tuple[State | None, str]:
         """The newest state that can be read, and a warning when that is not the last one; None when there is none.
@@ -63,8 +69,12 @@ class Checkpoints:
 
 def _write(path: Path, state: State) -> Path:
     aside = path.with_suffix(".tmp")
-    with aside.open("wb") as file:
-        torch.save(to_cpu(state), file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with aside.open("wb") as file:
+            torch.save(to_cpu(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        aside.unlink(missing_ok=True)  # half a checkpoint is of no use, and may be what fills the disk
+        raise
     return aside

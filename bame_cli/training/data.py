@@ -1,4 +1,4 @@
-"""The one door to torchvision's and scikit-learn's data sets: real images in, normalized batches out.
+"""Data sets by name: real images in, normalized batches out.
 
 A small data set sits in memory as uint8 and is augmented a batch at a time; a folder of images is read by workers.
 Either way a batch is a function of (seed, epoch, index): a run that stops in the middle of an epoch goes on with
@@ -7,38 +7,24 @@ exactly the batches that it would have seen, however many workers there are.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torchvision
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
-from torchvision import transforms
 
 from bame_cli.errors import ConfigError, near_misses
-from bame_cli.training.arrays import ARRAYS, Arrays, choice, synthetic
+from bame_cli.training.arrays import ARRAYS, Arrays, synthetic
+from bame_cli.training.distributed import ALONE, Ranks
+from bame_cli.training.images import Batch, Look, Split, show
+from bame_cli.training.pictures import read_folders
+from bame_cli.training.seeding import generator
 
-Batch = tuple[Tensor, Tensor]
 _FOLDERS = ("imagenet", "image_folder")
 NAMES = (*ARRAYS, *_FOLDERS, "synthetic")
-
-
-class Split(Protocol):
-    """Images of one split: how many, and batches of (float images, int64 labels) on the device."""
-
-    def __len__(self) -> int: ...
-
-    def train_batches(self, batch_size: int, *, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """One shuffled, augmented epoch of full batches, from batch `start` on."""
-
-    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Every image once, in order."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +72,6 @@ def facts(name: str, *, look: Look, train_size: int | None = None, val_size: int
     return Facts(train_size or known.train, val_size or known.val, known.classes, shape)
 
 
-@dataclass(frozen=True)
-class Look:
-    """How images are shown: size (None keeps the native one), normalization, and what training adds."""
-
-    image_size: int | None
-    mean: Sequence[float]
-    std: Sequence[float]
-    crop_padding: int = 0
-    flip: bool = False
-
-
 def load(
     name: str,
     *,
@@ -119,11 +94,14 @@ def load(
         raise ConfigError(f"dataset={name}: no such data set{near_misses(name, NAMES)} ({', '.join(NAMES)})")
     if name != "synthetic" and (classes or channels):
         raise ConfigError(f"dataset.classes and dataset.channels belong to dataset=synthetic, not to {name}")
+    if look.auto_augment and name not in _FOLDERS:
+        raise ConfigError(f"recipe.auto_augment works on {' and '.join(_FOLDERS)}, which are files, not on {name}")
     if name == "synthetic":
         made = synthetic(train_size or 1024, val_size or 256, classes or 10, channels or 3, look.image_size or 16)
         return _in_memory(made, look, device, "made-up images, for tests and benchmarks")
     if name in _FOLDERS:
-        return _folders(Path(root), look, workers, train_size, val_size, device)
+        train, val, names = read_folders(Path(root), look, workers, (train_size, val_size), device)
+        return Data(train, val, names, (3, train.size, train.size), f"pictures in {root}")
     read, about = ARRAYS[name]
     return _in_memory(read(Path(root), download).take(train_size, val_size), look, device, about)
 
@@ -149,15 +127,18 @@ class InMemory:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def train_batches(self, batch_size: int, *, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        order = _generator(seed, epoch).random(len(self)).argsort()
+    def train_batches(
+        self, batch_size: int, *, seed: int, epoch: int, start: int = 0, ranks: Ranks = ALONE
+    ) -> Iterator[Batch]:
+        order, part = generator(seed, epoch).random(len(self)).argsort(), ranks.part(batch_size)
         for index in range(start, len(self) // batch_size):
             chosen = torch.from_numpy(order[index * batch_size : (index + 1) * batch_size]).to(self.labels.device)
-            images = self._augment(self.images[chosen], _generator(seed, epoch, index))
-            yield show(images, self.look), self.labels[chosen]
+            # The whole batch is augmented on every rank, so that what an image looks like does not depend on ranks.
+            images = self._augment(self.images[chosen], generator(seed, epoch, index))
+            yield show(images[part], self.look), self.labels[chosen[part]]
 
-    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
-        for start in range(0, len(self), batch_size):
+    def eval_batches(self, batch_size: int, *, ranks: Ranks = ALONE) -> Iterator[Batch]:
+        for start in range(ranks.rank * batch_size, len(self), ranks.world * batch_size):
             yield show(self.images[start : start + batch_size], self.look), self.labels[start : start + batch_size]
 
     def _augment(self, images: Tensor, random: np.random.Generator) -> Tensor:
@@ -177,106 +158,3 @@ class InMemory:
             turned = torch.from_numpy(random.random(count) < 0.5).to(images.device)[:, None, None, None]
             images = torch.where(turned, images.flip(3), images)
         return images
-
-
-def show(images: Tensor, look: Look) -> Tensor:
-    """uint8 images as a network sees them: float, normalized, at the size asked for."""
-    mean, std = (torch.tensor(v, device=images.device).view(1, -1, 1, 1) for v in (look.mean, look.std))
-    shown = (images.float() / 255 - mean) / std
-    if look.image_size and look.image_size != images.shape[-1]:
-        shown = F.interpolate(shown, (look.image_size, look.image_size), mode="bilinear", antialias=True)
-    return shown
-
-
-def _generator(*key: int) -> np.random.Generator:
-    """Random numbers that depend on nothing but the key."""
-    return np.random.default_rng(key)
-
-
-# --- folders of images ---
-
-
-def _folders(
-    root: Path,
-    look: Look,
-    workers: int | None,
-    train_size: int | None,
-    val_size: int | None,
-    device: torch.device | str,
-) -> Data:
-    """`train/` and `val/`, a folder per class in each, as torchvision's ImageFolder reads them."""
-    try:
-        train, val = (torchvision.datasets.ImageFolder(str(root / part)) for part in ("train", "val"))
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"no images in {root}: {error}; dataset.root=<folder> must hold train/<class>/ and val/<class>/ "
-            "with the pictures in them (ImageNet's own archives unpack to that)"
-        ) from error
-    if train.classes != val.classes:
-        odd = sorted(set(train.classes) ^ set(val.classes))
-        raise ConfigError(f"{root}: train/ and val/ differ in their classes: {', '.join(odd[:5])}")
-    size = look.image_size or 224
-    splits = [
-        Folder([images.samples[i] for i in choice(len(images), wanted).tolist()], look, size, workers, device)
-        for images, wanted in ((train, train_size), (val, val_size))
-    ]
-    return Data(splits[0], splits[1], train.classes, (3, size, size), f"pictures in {root}")
-
-
-@dataclass
-class Folder:
-    """A split read from files by worker processes: (path, label) pairs."""
-
-    samples: Sequence[tuple[str, int]]
-    look: Look
-    size: int
-    workers: int | None
-    device: torch.device | str
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def train_batches(self, batch_size: int, *, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        flip = [transforms.RandomHorizontalFlip()] if self.look.flip else []
-        turn = transforms.Compose([transforms.RandomResizedCrop(self.size), *flip, transforms.PILToTensor()])
-        order = _generator(seed, epoch).random(len(self)).argsort()[: len(self) // batch_size * batch_size]
-        yield from self._read(turn, order[start * batch_size :].tolist(), batch_size, (seed, epoch))
-
-    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
-        # Eight sevenths of the crop: 256 for 224, as ImageNet networks are evaluated.
-        resize = transforms.Resize(round(self.size * 8 / 7))
-        turn = transforms.Compose([resize, transforms.CenterCrop(self.size), transforms.PILToTensor()])
-        yield from self._read(turn, range(len(self)), batch_size, (0, 0))
-
-    def _read(
-        self, turn: Callable[[Any], Tensor], order: Sequence[int], batch_size: int, key: tuple[int, int]
-    ) -> Iterator[Batch]:
-        workers = default_workers() if self.workers is None else self.workers
-        reader = Pictures(self.samples, turn, key)
-        pinned = torch.device(self.device).type == "cuda"
-        loader = DataLoader(reader, batch_size, sampler=order, num_workers=workers, pin_memory=pinned)
-        for images, labels in loader:
-            yield show(images.to(self.device, non_blocking=True), self.look), labels.to(self.device, non_blocking=True)
-
-
-@dataclass
-class Pictures(Dataset[tuple[Tensor, int]]):
-    """Decodes one picture, its random crop drawn from (seed, epoch, index) alone."""
-
-    samples: Sequence[tuple[str, int]]
-    turn: Callable[[Any], Tensor]
-    key: tuple[int, int]
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path, label = self.samples[index]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(_generator(*self.key, index).integers(2**62)))
-            return self.turn(torchvision.datasets.folder.pil_loader(path)), label
-
-
-def default_workers() -> int:
-    """One per CPU we may use, at most 8; none where shared memory is too small to carry batches."""
-    shared = Path("/dev/shm")
-    if shared.is_dir() and os.statvfs(shared).f_frsize * os.statvfs(shared).f_blocks < 2**27:
-        return 0
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,13 +33,15 @@ class Tracker(Protocol):
 
 
 class RunLog:
-    """The log of one run in its folder. Use as a context manager: its handlers leave with it."""
+    """The log of one run in its folder. Use as a context manager: its handlers leave with it.
+
+    A record with `file_only` stays out of the terminal; one with `instead_of_bar` is shown there, when that is true,
+    only where there is no progress bar.
+    """
 
     def __init__(self, folder: Path, *, tracker: Callable[[], Tracker | None] = lambda: None) -> None:
         self.path = folder / "metrics.jsonl"
-        self.handlers: list[logging.Handler] = [_Terminal(), logging.FileHandler(folder / "train.log")]
-        self.handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self.handlers[0].addFilter(lambda record: not getattr(record, "file_only", False))
+        self.handlers: list[logging.Handler] = [_Terminal(), _File(folder / "train.log")]
         self.open_tracker, self.tracker = tracker, None
 
     def __enter__(self) -> RunLog:
@@ -51,7 +54,8 @@ class RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.rows.close()
+        with suppress(OSError):  # a full disk has been reported by now
+            self.rows.close()
         for handler in self.handlers:
             logger.removeHandler(handler)
             handler.close()
@@ -99,10 +103,52 @@ class RunLog:
             return None
 
 
+class NoLog(RunLog):
+    """The log of a rank that does not lead: it says and writes nothing."""
+
+    def __init__(self) -> None:
+        self.handlers: list[logging.Handler] = [logging.NullHandler()]
+        self.tracker = None
+
+    def __enter__(self) -> RunLog:
+        logger.propagate = False
+        logger.addHandler(self.handlers[0])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger.removeHandler(self.handlers[0])
+
+    def row(self, row: Mapping[str, Any]) -> None: ...
+
+    def masks(self, step: int, masks: Mapping[str, Tensor]) -> None: ...
+
+    def position(self) -> int:
+        return 0
+
+    def rewind(self, position: int) -> None: ...
+
+
+class _File(logging.FileHandler):
+    """Every line, with its time. One that cannot be written ends nothing: a full disk is reported elsewhere."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None: ...
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 class _Terminal(logging.Handler):
     """Lines on standard output that do not tear the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        tenth = getattr(record, "instead_of_bar", None)
+        if getattr(record, "file_only", False) or (tenth is not None and not (tenth and not sys.stderr.isatty())):
+            return
         text = self.format(record)
         with suppress(
             OSError, ValueError, AttributeError
@@ -110,9 +156,10 @@ class _Terminal(logging.Handler):
             tqdm.write(text if record.levelno < logging.WARNING else f"warning: {text}", file=sys.stdout)
 
 
-def progress_bar(total: int, done: int) -> tqdm[Any]:
-    """A bar over steps on standard error; silent when that is not a terminal."""
-    return tqdm(total=total, initial=done, unit="step", disable=None, dynamic_ncols=True, file=sys.stderr)
+def progress_bar(total: int, done: int, leads: bool = True) -> tqdm[Any]:
+    """A bar over steps on standard error, for the rank that leads; silent when that is not a terminal."""
+    disable = None if leads else True
+    return tqdm(total=total, initial=done, unit="step", disable=disable, dynamic_ncols=True, file=sys.stderr)
 
 
 def _plain(value: Any) -> Any:
@@ -123,12 +170,18 @@ def _plain(value: Any) -> Any:
 
 
 class WandbTracker:
-    """Weights & Biases. Without an account it logs offline; it never asks for anything."""
+    """Weights & Biases. Without an account it logs offline; it never asks for anything.
 
-    def __init__(
-        self, *, project: str, name: str, group: str, mode: Any, folder: Path, config: Row, run_id: str
-    ) -> None:
+    Its run's id is kept in the folder, so that a run that goes on goes on in the same tracker run.
+    """
+
+    def __init__(self, *, project: str, name: str, group: str, mode: Any, folder: Path, config: Row) -> None:
         import wandb
+
+        mark = folder / "wandb" / "run-id"
+        if not mark.is_file():
+            mark.parent.mkdir(exist_ok=True)
+            mark.write_text(secrets.token_hex(4))
 
         if mode == "online" and not wandb.api.api_key:
             logger.warning("wandb: no API key, logging offline; `wandb sync` sends it later")
@@ -140,7 +193,7 @@ class WandbTracker:
             mode=mode,
             dir=str(folder),
             config=config,
-            id=run_id,
+            id=mark.read_text(),
             resume="allow",
             settings=wandb.Settings(console="off", silent=True),
         )

@@ -95,6 +95,12 @@ def _offline() -> bool:
     return False
 
 
+def synchronized(model: nn.Module) -> nn.Module:
+    """The model with batch statistics taken over all ranks (timm's conversion, which knows its fused layers)."""
+    converted: nn.Module = timm.layers.convert_sync_batchnorm(model)
+    return converted
+
+
 def warnings(name: str, image_size: int) -> list[str]:
     """What a user should know about a model on images of this size."""
     base = name.split(".")[0]

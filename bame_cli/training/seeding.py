@@ -1,0 +1,37 @@
+"""Random numbers as functions of where they are needed: of (seed, epoch, index) or (seed, step, rank), nothing else.
+
+Whoever draws seeds first, so no generator's state has to outlive a restart, and what one part draws never moves
+what another sees.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+
+def generator(*key: int) -> np.random.Generator:
+    """Random numbers that depend on nothing but the key."""
+    return np.random.default_rng(key)
+
+
+def seed_all(*key: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators (all devices) from the key."""
+    number = _mixed(key)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def seed_host(*key: int) -> None:
+    """The same without the accelerators, for workers that only prepare data."""
+    number = _mixed(key)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number)
+
+
+def _mixed(key: tuple[int, ...]) -> int:
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
