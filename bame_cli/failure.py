@@ -19,11 +19,11 @@ def said(failure: BaseException, where: Path) -> str:
     lines = [line for line in str(failure).splitlines() if line.strip()] or ["no message"]
     if lines[0].startswith("Caught "):  # a worker's exception, whose own words come last
         return lines[-1].strip()
+    if "onnection closed by peer" in lines[0] or "onnection reset by peer" in lines[0]:
+        return "another rank failed first: train.log and the launcher say how; the same command goes on"
     text = f"{type(failure).__name__}: {lines[0].strip()}"
     if "DataLoader worker" in text:
         return f"{text} (dataset.workers=0 reads without workers)"
-    if "onnection closed by peer" in text or "onnection reset by peer" in text:
-        return f"another rank failed first: {text}"
     return text
 
 

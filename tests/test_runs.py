@@ -5,52 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from commands import LONG, TINY, bame, only_run, rows, start, stop_at, wait_for, words_for
 from safetensors.torch import load_file, save_file
 
 from bame_cli import cli
 from bame_cli.methods import METHODS
 
-TINY = ["dataset=synthetic", "dataset.train_size=64", "dataset.val_size=20", "dataset.image_size=8"]
-TINY += ["recipe.batch_size=16", "recipe.epochs=3", "method.interval=3"]
-LONG = [*TINY, "recipe.epochs=400"]
-
-
-def bame(*words: str) -> int:
-    """The exit code of a command, run in this process."""
-    with pytest.raises(SystemExit) as left:
-        cli.main(list(words))
-    return left.value.code
-
-
-def words_for(method: str) -> list[str]:
-    """TINY for any method: those without an interval do not take one."""
-    known = {f.name for f in METHODS[method].__dataclass_fields__.values()}
-    words = [w for w in TINY if w.split(".")[-1].split("=")[0] != "interval" or "interval" in known]
-    extra = {"bame_swap": ["method.gradient_steps=2"], "decay_mask": ["method.start=0.2"]}
-    return [*words, f"method={method}", *extra.get(method, [])]
-
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def only_run(root="outputs") -> Path:
-    (found,) = Path(root).rglob("result.json")
-    return found.parent
-
-
-def rows(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # --- a finished run ---
@@ -354,20 +325,6 @@ def test_help_is_worth_reading(capsys):
 # --- stopping and going on ---
 
 
-def stop_at(monkeypatch, step: int) -> None:
-    """Send this process SIGTERM when training reaches a step, once."""
-    from bame_cli.training import loop
-
-    plain = loop.train_step
-
-    def watched(run, batch):
-        plain(run, batch)
-        if run.progress.step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(loop, "train_step", watched)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_cut_in_the_middle_of_an_epoch_ends_as_the_uncut_one(method, monkeypatch, capsys):
     words = [*words_for(method), "log.every=1"]
@@ -481,22 +438,6 @@ def test_a_tracker_that_fails_stops_nothing(monkeypatch, capsys):
 
 
 # --- other processes ---
-
-
-def start(*words: str, folder=".") -> subprocess.Popen:
-    command = [str(Path(sys.executable).with_name("bame")), "train", *words]
-    # One thread, as in this process: another number of threads sums in another order.
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, **pipes)
-
-
-def wait_for(path: Path, process: subprocess.Popen) -> None:
-    for _ in range(600):
-        if path.exists():
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
-    raise AssertionError(f"{path} never came")
 
 
 @pytest.mark.slow
