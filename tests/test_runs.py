@@ -83,14 +83,14 @@ def test_the_result_counts_what_the_file_holds(capsys):
 def test_a_run_loads_into_plain_timm_and_scores_the_same():
     import timm
 
-    from bame_cli.training import data
+    from bame_cli.training import data, images
     from bame_cli.training.loop import evaluate
 
     assert bame("train", *TINY, "model=resnet18_cifar", "recipe.epochs=1") == 0
     folder = only_run()
     model = timm.create_model("resnet18_cifar", num_classes=10, in_chans=3)
     model.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
-    look = data.Look(8, [0.5], [0.25])
+    look = images.Look(8, [0.5], [0.25])
     made = data.load("synthetic", root="", look=look, train_size=64, val_size=20)
     figures = evaluate(model, made.val.eval_batches(256))
     assert figures["top1"] == json.loads((folder / "result.json").read_text())["top1"]

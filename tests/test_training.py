@@ -14,10 +14,12 @@ from PIL import Image
 from bame_cli.errors import ConfigError
 from bame_cli.training import data, models, optim
 from bame_cli.training.checkpoint import Checkpoints
+from bame_cli.training.distributed import Ranks
+from bame_cli.training.images import Look
 from bame_cli.training.loop import evaluate
 
-GREY = data.Look(None, [0.5], [0.25])
-COLOUR = data.Look(None, [0.5] * 3, [0.25] * 3)
+GREY = Look(None, [0.5], [0.25])
+COLOUR = Look(None, [0.5] * 3, [0.25] * 3)
 
 
 # --- models ---
@@ -152,7 +154,7 @@ def write_pictures(root, counts=(("train", 6), ("val", 3))) -> None:
 @pytest.mark.parametrize("name", ["imagenet", "image_folder"])
 def test_folders_of_pictures(tmp_path, name):
     write_pictures(tmp_path)
-    look = data.Look(32, [0.5] * 3, [0.25] * 3, flip=True)
+    look = Look(32, [0.5] * 3, [0.25] * 3, flip=True)
     made = data.load(name, root=str(tmp_path), look=look, workers=0)
     assert made.facts == data.Facts(12, 6, 2, (3, 32, 32))
     assert sum(len(labels) for _, labels in made.val.eval_batches(4)) == 6, "the short last batch counts"
@@ -161,7 +163,7 @@ def test_folders_of_pictures(tmp_path, name):
 @pytest.mark.slow
 def test_augmentation_does_not_depend_on_the_workers(tmp_path):
     write_pictures(tmp_path)
-    look = data.Look(32, [0.5] * 3, [0.25] * 3, flip=True)
+    look = Look(32, [0.5] * 3, [0.25] * 3, flip=True)
     epochs = []
     for workers in (0, 2):
         made = data.load("image_folder", root=str(tmp_path), look=look, workers=workers)
@@ -177,9 +179,9 @@ def test_augmentation_does_not_depend_on_the_workers(tmp_path):
 def test_an_epoch_goes_on_where_it_stopped(tmp_path, kind):
     if kind == "folder":
         write_pictures(tmp_path)
-        made = data.load("image_folder", root=str(tmp_path), look=data.Look(32, [0.5], [0.2], flip=True), workers=0)
+        made = data.load("image_folder", root=str(tmp_path), look=Look(32, [0.5], [0.2], flip=True), workers=0)
     else:
-        made = data.load("synthetic", root="", look=data.Look(8, [0.5], [0.2], 2, True), train_size=20, val_size=4)
+        made = data.load("synthetic", root="", look=Look(8, [0.5], [0.2], 2, True), train_size=20, val_size=4)
     whole = list(made.train.train_batches(4, seed=3, epoch=5))
     rest = list(made.train.train_batches(4, seed=3, epoch=5, start=2))
     assert len(rest) == len(whole) - 2
@@ -189,7 +191,7 @@ def test_an_epoch_goes_on_where_it_stopped(tmp_path, kind):
 
 
 def test_every_training_image_comes_once_an_epoch_and_seeds_differ():
-    made = data.load("synthetic", root="", look=data.Look(8, [0.5], [0.2]), train_size=20, val_size=4)
+    made = data.load("synthetic", root="", look=Look(8, [0.5], [0.2]), train_size=20, val_size=4)
     seen = [torch.cat([x for x, _ in made.train.train_batches(5, seed=s, epoch=0)]) for s in (0, 1)]
     assert not torch.equal(seen[0], seen[1])
     sums = [x.sum((1, 2, 3)).sort().values for x in (*seen, torch.cat([x for x, _ in made.train.eval_batches(20)]))]
@@ -197,8 +199,41 @@ def test_every_training_image_comes_once_an_epoch_and_seeds_differ():
     assert torch.allclose(sums[0], sums[2])
 
 
+@pytest.mark.parametrize("kind", ["memory", "folder"])
+def test_ranks_share_out_every_batch_and_every_validation_image(tmp_path, kind):
+    if kind == "folder":
+        write_pictures(tmp_path)
+        look = Look(32, [0.5], [0.2], flip=True, auto_augment="rand-m9-mstd0.5-inc1")
+        made = data.load("image_folder", root=str(tmp_path), look=look, workers=0)
+    else:
+        look = Look(8, [0.5], [0.2], 2, True)
+        made = data.load("synthetic", root="", look=look, train_size=12, val_size=7)
+    ranks = [Ranks(rank, 2) for rank in range(2)]
+    whole = list(made.train.train_batches(4, seed=3, epoch=1))
+    shares = [list(made.train.train_batches(4, seed=3, epoch=1, ranks=rank)) for rank in ranks]
+    for (x, a), *parts in zip(whole, *shares, strict=True):
+        assert torch.equal(x, torch.cat([part[0] for part in parts]))
+        assert torch.equal(a, torch.cat([part[1] for part in parts]))
+    seen = [labels for rank in ranks for _, labels in made.val.eval_batches(3, ranks=rank)]
+    assert sum(map(len, seen)) == len(made.val)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "augmix-m5-w4-d2", "original"])
+def test_a_policy_does_not_depend_on_the_workers(tmp_path, policy):
+    write_pictures(tmp_path)
+    look = Look(32, [0.5] * 3, [0.25] * 3, flip=True, auto_augment=policy)
+    runs = []
+    for workers in (0, 2):
+        made = data.load("image_folder", root=str(tmp_path), look=look, workers=workers)
+        runs.append([x for x, _ in made.train.train_batches(4, seed=1, epoch=0)])
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+    plain = data.load("image_folder", root=str(tmp_path), look=Look(32, [0.5] * 3, [0.25] * 3, flip=True))
+    assert not torch.equal(runs[0][0], next(plain.train.train_batches(4, seed=1, epoch=0))[0])
+
+
 def test_images_are_resized_and_normalized():
-    made = data.load("digits", root="", look=data.Look(16, [0.3], [0.4]))
+    made = data.load("digits", root="", look=Look(16, [0.3], [0.4]))
     images, _ = next(made.val.eval_batches(10))
     assert images.shape == (10, 1, 16, 16)
     assert made.image_shape == (1, 16, 16)
@@ -235,7 +270,7 @@ def test_options_of_made_up_data_do_not_apply_to_real_ones():
 
 @pytest.mark.parametrize("batch", [7, 50, 53])
 def test_accuracy_counts_every_image_once(batch):
-    made = data.load("synthetic", root="", look=data.Look(8, [0.5], [0.2]), train_size=20, val_size=53)
+    made = data.load("synthetic", root="", look=Look(8, [0.5], [0.2]), train_size=20, val_size=53)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 10))
     images, labels = next(made.val.eval_batches(53))
