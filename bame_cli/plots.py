@@ -85,11 +85,10 @@ def curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     left.plot(at, [row["val_loss"] for row in epochs], color=COLORS[3], linestyle="--", label="validation")
     left.set(xlabel="epoch", title="loss")
     middle.plot(at, [row["top1"] for row in epochs], color=COLORS[0], label="at the target pattern")
-    if "soft_top1" in epochs[0]:
-        soft = [(row["epoch"] + 1, row["soft_top1"]) for row in epochs if "soft_top1" in row]
-        middle.plot(*zip(*soft, strict=True), color=COLORS[3], linestyle="--", label="with the soft mask")
-    if "raw_top1" in epochs[0]:
-        middle.plot(at, [row["raw_top1"] for row in epochs], color=COLORS[3], linestyle="--", label="without averaging")
+    others = {"soft_top1": ("with the soft mask", "--"), "raw_top1": ("without averaging", ":")}
+    for (key, (label, style)), color in zip(others.items(), COLORS[2:], strict=False):
+        if seen := [(row["epoch"] + 1, row[key]) for row in epochs if key in row]:
+            middle.plot(*zip(*seen, strict=True), color=color, linestyle=style, label=label)
     middle.set(xlabel="epoch", title="top-1, %")
     _flops_axis(middle, at, [row["flops"] for row in epochs])
     _schedule(right, rows, rows[-1]["step"] / at[-1])

@@ -81,11 +81,11 @@ def train() -> str:
     from bame_cli import compose
 
     groups = []
-    for group in ("model", "dataset", "sparsity", "method", "recipe", "logger"):
+    for group in ("model", "dataset", "sparsity", "method", "recipe", "experiment", "logger"):
         folder = files("bame_cli.conf").joinpath(group)  # the group of patterns has no files at all
         listed = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir()) if folder.is_dir() else []
         extra = {"model": "any timm classifier by name", "sparsity": "any N:M, for example 2:4 or 1:16"}.get(group)
-        groups.append(f"  {group:<10}{', '.join([*listed, *([extra] if extra else [])])}")
+        groups.append(f"  {group:<12}{', '.join([*listed, *([extra] if extra else [])])}")
     options = "\n".join(f"  {line}" for line in compose.composed([], plain=True).splitlines())
     return f"""bame train [group=option ...] [key=value ...] [-m] [--cfg job]
 
@@ -96,6 +96,7 @@ weights and result. The same command again says that it is finished, or goes on 
   bame train model=resnet50 sparsity=1:16             any timm model, any pattern
   bame train method=srste method.decay=1e-4 seed=1    a method and its options
   bame train -m method=bame,srste seed=0,1,2          a sweep: every combination, one after the other
+  bame train experiment=imagenet_resnet50             model, data and recipe of a paper under one name
   bame train method=srste --cfg job                   what a command amounts to, without running it
   bame train +model.args.drop_path_rate=0.1           an argument of the model's own, with a plus sign
   bame train '+sparsity.overrides={{*.conv2:2:4}}'      another pattern for some layers, or `dense`

@@ -437,6 +437,59 @@ def test_a_tracker_that_fails_stops_nothing(monkeypatch, capsys):
     assert len(rows(only_run())) == 3
 
 
+def test_a_tracker_that_is_not_installed_stops_nothing_and_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert bame("train", *TINY, "logger=wandb") == 0
+    assert "pip install 'bame-cli[wandb]'" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_wandb_goes_on_in_the_same_run_and_has_the_whole_configuration(monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    words = [*TINY, "logger=wandb", "logger.mode=offline", "run.dir=run"]
+    with monkeypatch.context() as patch:
+        stop_at(patch, 6)
+        assert bame("train", *words) == 143
+    assert bame("train", *words) == 0
+    parts = [path.name for path in Path("run/wandb").glob("offline-run-*")]
+    assert len({name.split("-")[-1] for name in parts}) == 1
+    assert len(parts) == 2
+    assert bame("train", *words, "run.overwrite=true") == 0
+    assert Path("run/wandb/run-id").read_text() != parts[0].split("-")[-1], "a run that is made anew is another one"
+
+
+def test_tensorboard_has_a_scalar_per_figure():
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert bame("train", *TINY, "logger=tensorboard", "run.dir=run") == 0
+    seen = events.EventAccumulator("run/tensorboard")
+    seen.Reload()
+    assert [e.step for e in seen.Scalars("top1")] == [4, 8, 12]
+    assert seen.Scalars("top1")[-1].value == pytest.approx(rows(Path("run"))[-1]["top1"])
+
+
+def test_curves_are_drawn_and_a_picture_that_fails_ends_nothing(monkeypatch, capsys):
+    assert bame("train", *words_for("decay_mask"), "recipe.ema=0.9", "run.dir=run") == 0
+    assert Path("run/plots/curves.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("bame_cli.plots.curves", lambda *_: 1 / 0)
+    assert bame("train", *TINY, "run.dir=other") == 0
+    assert "curves.png was not drawn" in capsys.readouterr().out
+
+
+def test_the_bar_says_how_the_run_stands(monkeypatch, capsys):
+    from bame_cli.training import loop
+
+    said = []
+
+    class Bar(loop.progress_bar(1, 0, False).__class__):
+        def set_postfix_str(self, s="", refresh=True):
+            said.append(s)
+
+    monkeypatch.setattr(loop, "progress_bar", lambda total, done, leads: Bar(total=total, initial=done, mininterval=0))
+    assert bame("train", *TINY) == 0
+    assert all(word in said[-1] for word in ("loss", "top-1", "density 0.5", "FLOPs"))
+
+
 # --- other processes ---
 
 

@@ -5,6 +5,7 @@ The local files are the truth. A tracker that fails is reported once and never s
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
@@ -169,6 +170,14 @@ def _plain(value: Any) -> Any:
 # --- trackers ---
 
 
+def _needed(module: str, extra: str) -> Any:
+    """A library that is not installed with us. Raises RuntimeError that says how to have it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise RuntimeError(f"logger={extra} needs pip install 'bame-cli[{extra}]' ({error})") from error
+
+
 class WandbTracker:
     """Weights & Biases. Without an account it logs offline; it never asks for anything.
 
@@ -176,8 +185,7 @@ class WandbTracker:
     """
 
     def __init__(self, *, project: str, name: str, group: str, mode: Any, folder: Path, config: Row) -> None:
-        import wandb
-
+        wandb = _needed("wandb", "wandb")
         mark = folder / "wandb" / "run-id"
         if not mark.is_file():
             mark.parent.mkdir(exist_ok=True)
@@ -210,9 +218,7 @@ class TensorBoardTracker:
     """Scalars under `tensorboard/` in the run's folder."""
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        self.writer = _needed("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder / "tensorboard"))
 
     def log(self, row: Row) -> None:
         for key, value in row.items():
