@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev,joblib
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format cards clean
+.PHONY: help setup train test stress check format cards clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,9 @@ train: setup ## the main job: a small residual network, N:M sparse by BAME, on h
 
 test: setup ## all tests, slow ones included
 	$(BIN)/python -m pytest
+
+stress: setup ## kill training at 50 random instants, and compare with runs that were not (minutes)
+	$(BIN)/python -m pytest -m stress
 
 check: setup ## the gate: format, lint, types, tests
 	$(BIN)/ruff format --check .
