@@ -21,9 +21,9 @@ from bame_cli.training.distributed import Ranks
 from bame_cli.training.loop import Run
 
 
-def preface(plan: Blueprint, about: str, where: Path, device: torch.device, ranks: int = 1) -> list[str]:
+def preface(plan: Blueprint, about: str, where: Path, place: tuple[Ranks, torch.device]) -> list[str]:
     """What the run is about to do, in the lines that open its log."""
-    config, expected, facts = plan.config, plan.expected, plan.facts
+    config, expected, facts, (ranks, device) = plan.config, plan.expected, plan.facts, place
     recipe, target = config.recipe, config.target
     count, total = weight_counts(plan)
     sparsity = (
@@ -43,7 +43,7 @@ def preface(plan: Blueprint, about: str, where: Path, device: torch.device, rank
         f"({expected.ratio_dense_grad_input():.3f} with dense grad_input)",
         "device": f"{device}"
         + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else "")
-        + (f", {ranks} ranks" if ranks > 1 else ""),
+        + (f", {ranks.world} ranks" if ranks.world > 1 else ""),
         "folder": str(where),
     }
     return [f"{key:<8}{value}" for key, value in lines.items()]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import traceback
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from bame_cli.training.precision import set_determinism
 from bame_cli.training.signals import Interrupted, Stopped, stop_signals
 
 logger = logs.logger
+Place = tuple[Ranks, torch.device]
 
 
 @dataclass(frozen=True)
@@ -108,49 +110,65 @@ def _open(plan: Blueprint, where: Path, mark: str, config_text: str) -> None:
 # --- the run ---
 
 
-def _guarded(
-    plan: Blueprint,
-    data: Data,
-    where: Path,
-    place: tuple[Ranks, torch.device],
-    log: logs.RunLog,
-    stopped: Stopped,
-) -> Outcome:
-    """Train and write the result; whatever ends the run early is said in one line and in the result."""
+@dataclass
+class Attempt:
+    """What training made and how it ended: the run as far as it was built, the proof of its final network."""
+
     run: Run | None = None
-    status, code, error, proof = "finished", 0, "", dict[str, Any]()
-    ranks, device = place
-    try:
-        run = build(plan, data, where, place, log)
-        for line in preface(plan, data.about, where, device, ranks.world):
+    proof: dict[str, Any] = field(default_factory=dict)
+    status: str = "finished"
+    code: int = 0
+    error: str = ""
+
+    def ends(self, status: str, code: int, error: str) -> None:
+        self.status, self.code, self.error = status, code, error
+
+
+def _guarded(plan: Blueprint, data: Data, where: Path, place: Place, log: logs.RunLog, stopped: Stopped) -> Outcome:
+    """Train and write the result; whatever ends the run early is said in one line and in the result."""
+    ranks, attempt = place[0], Attempt()
+    with _caught(attempt, where, ranks):
+        run = attempt.run = build(plan, data, where, place, log)
+        for line in preface(plan, data.about, where, place):
             logger.info(line)
         resume(plan, run)
         train(run, stopped)
-        proof = ranks.lead(lambda: _save_final(plan, run, where))
+        attempt.proof = ranks.lead(lambda: _save_final(plan, run, where))
+        if not attempt.proof["sparsity"]["verified"]:
+            attempt.ends("failed", 1, "the final network breaks its pattern: `bame verify` names the blocks")
+    result = result_of_run(plan, attempt.run, attempt.status, attempt.error, place) | attempt.proof
+    if ranks.leads:
+        _conclude(result, where, log)
+    if attempt.status != "failed":  # which the ranks know of one after the other
+        ranks.meet()  # the first to leave with an error code would have torchrun end the others
+    return Outcome(attempt.code, where, result)
+
+
+@contextmanager
+def _caught(attempt: Attempt, where: Path, ranks: Ranks) -> Iterator[None]:
+    """Note in `attempt` what ended it; only a ConfigError goes on."""
+    try:
+        yield
     except ConfigError:
         raise
     except Interrupted as stop:
-        status, code, error = "interrupted", stop.exit_code, f"{stop}; the same command goes on"
+        attempt.ends("interrupted", stop.exit_code, f"{stop}; the same command goes on")
     except FloatingPointError as diverged:
-        status, code, error = "diverged", 1, str(diverged)
+        attempt.ends("diverged", 1, str(diverged))
     except Exception as failure:
-        status, code, error = "failed", 1, said(failure, where)
+        attempt.ends("failed", 1, said(failure, where))
         folders.release(where)
         _keep_traceback(traceback.format_exc(), where, ranks)
-    result = result_of_run(plan, run, status, error, place) | proof
-    if proof and not proof["sparsity"]["verified"]:
-        code, result["status"] = 1, "failed"
-        result["error"] = "the final network breaks its pattern: `bame verify` names the blocks"
-    if ranks.leads:
-        folders.release(where)
-        folders.write(where / "result.json", json.dumps(result, indent=1) + "\n")
-        _draw(where)
-        log.finish(result["status"])
-        for line in closing(result, where):
-            logger.info(line)
-    if status != "failed":  # which the ranks know of one after the other
-        ranks.meet()  # the first to leave with an error code would have torchrun end the others
-    return Outcome(code, where, result)
+
+
+def _conclude(result: dict[str, Any], where: Path, log: logs.RunLog) -> None:
+    """Write the result, draw the curves, say how it ended."""
+    folders.release(where)
+    folders.write(where / "result.json", json.dumps(result, indent=1) + "\n")
+    _draw(where)
+    log.finish(result["status"])
+    for line in closing(result, where):
+        logger.info(line)
 
 
 def _keep_traceback(text: str, where: Path, ranks: Ranks) -> None:
