@@ -180,16 +180,22 @@ def _compared() -> list[str]:
     return list(METHODS)
 
 
+_SIZES = {"size": "64", "batch": "16", "rounds": "7"}
+
+
 def _bench(words: list[str]) -> int:
     from bame_cli import bench, compose
     from bame_cli.training.distributed import join
 
-    own, words = _split(words, {"format": "text", "methods": bench.METHODS, "size": "64", "batch": "16", "rounds": "7"})
+    own, words = _split(words, {"format": "text", "methods": bench.METHODS, "parts": "steps,projection"} | _SIZES)
     _demand_format(own["format"])
-    numbers = {key: _number(key, own[key]) for key in ("size", "batch", "rounds")}
-    methods = own["methods"].split(",")
-    dense, *chosen = (compose.configs([*words, f"method={name}"])[0] for name in ("dense", *methods))
-    rows = bench.measure(dense, dict(zip(methods, chosen, strict=True)), **numbers, device=join(dense.device)[1])
+    numbers = {key: _number(key, own[key]) for key in _SIZES}
+    parts = own["parts"].split(",")
+    if unknown := [part for part in parts if part not in bench.PARTS]:
+        raise ConfigError(f"parts={unknown[0]}: {', '.join(bench.PARTS)}")
+    methods = ["dense", *(name for name in own["methods"].split(",") if name != "dense")]
+    configs = {name: compose.configs([*words, f"method={name}"])[0] for name in methods}
+    rows = bench.measure(configs, parts, **numbers, device=join(configs["dense"].device)[1])
     print(json.dumps(rows, indent=1) if own["format"] == "json" else bench.text(rows))
     return 0
 

@@ -64,13 +64,21 @@ layer and time; how many blocks changed how often; and which blocks of the most 
   bame plot masks run=here
 """
 
-BENCH = """bame bench [key=value ...] [methods=a,b] [size=64] [batch=16] [rounds=7] [format=text|json]
+BENCH = """bame bench [key=value ...] [methods=a,b] [parts=...] [size=64] [batch=16] [rounds=7] [format=text|json]
 
-Measures a training step of each method as a ratio to dense, interleaved in one process, medians with their spread;
-the projection of all masks against sorting and against a plain copy; and memory that does not grow with the batch.
-Takes every option of `bame train` (model, sparsity, method options of the named method).
+Ratios to dense training, interleaved in one process, medians with their spread. parts, by default steps,projection:
+
+  steps        a training step of each method: forward, backward, method, optimizer; the method's share over one
+               interval of its own, also in copies of the sparse weights; bytes that it holds per sparse weight
+  projection   all masks of the model, against sorting and against a plain copy
+  checkpoint   saving and loading, in dense steps
+  loop         an epoch of `bame train` on the data set against a bare loop, and the share of reading the images
+  memory       peak memory of each method (of a process of its own on a CPU)
+
+Takes every option of `bame train`: model, sparsity, amp, channels_last, device, options of the named methods.
 
   bame bench model=resnet50 sparsity=1:16
+  bame bench model=resnet50 sparsity=2:4 size=128 batch=32 methods=static,bame parts=steps,memory
 """
 
 

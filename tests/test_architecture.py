@@ -46,7 +46,7 @@ ROOMS = {
         "sparsity",
         "errors",
     },
-    "bench": {"blueprint", "config", "methods", "training", "sparsity", "errors"},
+    "bench": {"bench", "assembly", "blueprint", "config", "methods", "training", "sparsity", "errors"},
 }
 DOORS = {
     "timm": {f"training.{room}" for room in ("models", "optim", "augment", "average", "precision")},

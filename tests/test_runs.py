@@ -191,6 +191,7 @@ def test_a_list_without_m_names_the_flag(capsys):
         (["verify"], "one run folder or file"),
         (["flops", "run=nowhere"], "no result.json"),
         (["bench", "batch=0"], "a whole number from 1"),
+        (["bench", "parts=stepps"], "steps, projection, checkpoint, loop, memory"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(words, says, capsys):
@@ -310,6 +311,14 @@ def test_bench_gives_ratios(capsys):
     assert made["static", "bytes_per_sparse_weight"]["value"] == pytest.approx(1, abs=0.01)
     assert {"step", "method", "optimizer"} <= {metric for method, metric in made if method == "bame"}
     assert ("projection", "time_against_sort") in made
+    shares = [made["dense", phase]["ratio"] for phase in ("forward", "backward", "method", "optimizer")]
+    assert sum(shares) == pytest.approx(1, abs=0.3)
+    words = ["size=32", "batch=4", "rounds=1", "methods=srste", "dataset=synthetic", "dataset.train_size=64"]
+    assert bame("bench", *words, "parts=checkpoint,loop,memory", "amp=bfloat16", "format=json") == 0
+    made = {(row["method"], row["metric"]): row for row in json.loads(capsys.readouterr().out)}
+    assert made["srste", "checkpoint_save"]["ratio"] > 0
+    assert made["loop", "reading_of_bare_epoch"]["ratio"] < 1
+    assert made["srste", "peak_memory"]["bytes"] > 0
 
 
 def test_help_is_worth_reading(capsys):

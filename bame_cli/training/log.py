@@ -40,9 +40,12 @@ class RunLog:
     only where there is no progress bar.
     """
 
-    def __init__(self, folder: Path, *, tracker: Callable[[], Tracker | None] = lambda: None) -> None:
+    def __init__(
+        self, folder: Path, *, tracker: Callable[[], Tracker | None] = lambda: None, quiet: bool = False
+    ) -> None:
         self.path = folder / "metrics.jsonl"
-        self.handlers: list[logging.Handler] = [_Terminal(), _File(folder / "train.log")]
+        terminal: logging.Handler = logging.NullHandler() if quiet else _Terminal()
+        self.handlers: list[logging.Handler] = [terminal, _File(folder / "train.log")]
         self.open_tracker, self.tracker = tracker, None
 
     def __enter__(self) -> RunLog:
