@@ -133,12 +133,11 @@ class MasterMethod(SparseMethod):
     def add_decay(self, name: str, decay: float) -> None:
         """grad += decay * (1 - mask) * W: SR-STE's pull on dropped weights, while p.data is the effective weight.
 
-        The effective buffer is free between backward and update, and serves as scratch.
+        The effective buffer is free between backward and update: mask * W less W leaves -(1 - mask) * W there, exactly.
         """
-        grad, scratch = self.parameters[name].grad, self.effective[name]
+        grad, effective = self.parameters[name].grad, self.effective[name]
         if decay and grad is not None:
-            keep_where(self.master[name], ~self.masks[name], out=scratch)
-            grad.add_(scratch, alpha=decay)
+            grad.add_(effective.sub_(self.master[name]), alpha=-decay)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"master": dict(self.master), "now": self.now}
