@@ -96,6 +96,20 @@ def test_a_step_that_the_scaler_skips_calls_no_hook_and_is_billed(method, monkey
     assert result("run")["flops"]["images"] == 12 * 16
 
 
+def test_a_network_that_is_a_skipped_step_behind_is_not_the_best(monkeypatch):
+    plain = loop.backward
+
+    def overflowing(run, batch):
+        loss = plain(run, batch)
+        if run.progress.step == 3:
+            next(run.model.parameters()).grad[0] = float("inf")
+        return loss
+
+    monkeypatch.setattr(loop, "backward", overflowing)
+    assert bame("train", *TINY, "amp=float16", "recipe.epochs=2", "run.dir=run") == 0
+    assert result("run")["best_epoch"] == 1
+
+
 def test_gradients_that_overflow_at_every_scale_end_the_run(monkeypatch):
     plain = loop.backward
 

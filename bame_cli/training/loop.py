@@ -135,19 +135,18 @@ def train_step(run: Run, batch: Batch) -> None:
     run.model.train()
     run.optimizer.zero_grad(set_to_none=True)
     loss = backward(run, batch)
-    if run.precision.unscaled(run.model, run.optimizer):
+    if made := run.precision.unscaled(run.model, run.optimizer):
         run.method.after_backward(step)
         run.precision.update(run.model, run.optimizer)
         run.method.after_update(step)
         if run.average:
             run.average.update(run.model, step)
-    else:
-        progress.skipped += 1
+    progress.skipped += not made
     run.precision.end_step()
     run.bill.charge(run.method.densities(step), run.settings.batch_size)
     progress.step += 1
     progress.loss_sum += loss
-    progress.last["step_loss"] = loss
+    progress.last |= {"step_loss": loss, "made": float(made)}
 
 
 def backward(run: Run, batch: Batch) -> float:
@@ -183,8 +182,12 @@ def end_epoch(run: Run) -> None:
         figures |= {f"soft_{key}": value for key, value in _evaluated(run, run.model).items()}
     progress.last |= figures | {"loss": progress.loss_sum / run.steps_per_epoch}
     progress.loss_sum = 0.0
-    # An epoch whose network is not yet at the target pattern is no candidate for the best one.
-    if now == run.target and (progress.best_top1 is None or figures["top1"] > progress.best_top1):
+    # No candidate for the best: an epoch whose network is not yet at the target pattern, or is a skipped step behind.
+    if (
+        now == run.target
+        and progress.last["made"]
+        and (progress.best_top1 is None or figures["top1"] > progress.best_top1)
+    ):
         progress.best_top1, progress.best_epoch = figures["top1"], epoch
         run.checkpoints.save_best({"model": network.state_dict(), "epoch": epoch, **figures})
     row = _row(run) | {"loss": progress.last["loss"]} | ({"mask_hash": mask_hash} if mask_hash else {}) | figures
