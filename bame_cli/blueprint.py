@@ -115,7 +115,7 @@ def load_data(config: Config, device: torch.device | str = "cpu") -> datasets.Da
 def known_facts(config: Config) -> datasets.Facts:
     """The facts of the data set, without opening it where that can be."""
     options, look = _dataset_options(config)
-    sizes = {key: options[key] for key in ("train_size", "val_size")}
+    sizes = {key: options[key] for key in ("holdout", "train_size", "val_size")}
     return datasets.facts(options["name"], look=look, **sizes) or load_data(config).facts
 
 

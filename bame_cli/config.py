@@ -29,6 +29,8 @@ class ModelConfig:
 
 @dataclass
 class DatasetConfig:
+    """`holdout`: validate on so many of the training images, for choices that the validation images must not see."""
+
     name: str = MISSING
     root: str = MISSING
     download: bool = True
@@ -37,6 +39,7 @@ class DatasetConfig:
     std: list[float] = MISSING
     crop_padding: int = 0
     flip: bool = False
+    holdout: int | None = None
     train_size: int | None = None
     val_size: int | None = None
     classes: int | None = None
@@ -185,7 +188,9 @@ _LEAST = {
     **dict.fromkeys(
         ("recipe.lr", "recipe.min_lr", "recipe.momentum", "recipe.weight_decay", "recipe.warmup_epochs"), 0
     ),
-    **dict.fromkeys(("dataset.image_size", "dataset.train_size", "dataset.val_size", "dataset.classes"), 1),
+    **dict.fromkeys(
+        ("dataset.image_size", "dataset.train_size", "dataset.val_size", "dataset.classes", "dataset.holdout"), 1
+    ),
     **dict.fromkeys(("dataset.channels", "model.width", "recipe.accumulate"), 1),
     **dict.fromkeys(("checkpoint.every_epochs", "checkpoint.every_steps"), 1),
     **dict.fromkeys(("dataset.crop_padding", "dataset.workers", "recipe.warmup_epochs", "seed"), 0),

@@ -200,6 +200,26 @@ def test_every_training_image_comes_once_an_epoch_and_seeds_differ():
 
 
 @pytest.mark.parametrize("kind", ["memory", "folder"])
+def test_what_is_held_out_is_not_trained_on_and_is_no_validation_image(tmp_path, kind):
+    if kind == "folder":
+        write_pictures(tmp_path)
+        plain, made = (
+            data.load("image_folder", root=str(tmp_path), look=GREY, holdout=count, workers=0) for count in (None, 3)
+        )
+        trained, held = (set(split.samples) for split in (made.train, made.val))
+        assert trained | held == set(plain.train.samples)
+        assert not trained & held
+    else:
+        plain, made = (data.load("digits", root="", look=GREY, holdout=count) for count in (None, 100))
+        together = torch.cat([made.train.images, made.val.images]).flatten(1).long().sum(1).sort().values
+        assert torch.equal(together, plain.train.images.flatten(1).long().sum(1).sort().values)
+        assert made.facts == data.facts("digits", look=GREY, holdout=100)
+    assert len(made.train) + len(made.val) == len(plain.train)
+    with pytest.raises(ConfigError, match=r"dataset\.holdout"):
+        data.load("digits", root="", look=GREY, holdout=5000)
+
+
+@pytest.mark.parametrize("kind", ["memory", "folder"])
 def test_ranks_share_out_every_batch_and_every_validation_image(tmp_path, kind):
     if kind == "folder":
         write_pictures(tmp_path)

@@ -26,6 +26,14 @@ class Arrays:
     val_labels: Tensor
     classes: Sequence[str]
 
+    def hold_out(self, count: int | None) -> Arrays:
+        """Validate on so many training images, taken out of training, and leave the validation images alone."""
+        if count is None:
+            return self
+        train, held = apart(len(self.train_labels), count)
+        images, labels = self.train_images, self.train_labels
+        return Arrays(images[train], labels[train], images[held], labels[held], self.classes)
+
     def take(self, train_size: int | None, val_size: int | None) -> Arrays:
         """Only so many images of each split."""
         train, val = choice(len(self.train_labels), train_size), choice(len(self.val_labels), val_size)
@@ -39,6 +47,14 @@ def choice(count: int, wanted: int | None) -> Tensor:
     if wanted is not None and not 1 <= wanted <= count:
         raise ConfigError(f"the split has {count} images, not the {wanted} asked for")
     return torch.randperm(count, generator=torch.Generator().manual_seed(0))[: wanted or count].sort().values
+
+
+def apart(count: int, held: int) -> tuple[Tensor, Tensor]:
+    """The numbers from 0 to `count` in two parts by a fixed shuffle, each in order: the rest, and `held` of them."""
+    if not 1 <= held < count:
+        raise ConfigError(f"dataset.holdout={held}: from 1 to {count - 1} of the {count} training images")
+    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+    return shuffled[held:].sort().values, shuffled[:held].sort().values
 
 
 def _digits(root: Path, download: bool) -> Arrays:

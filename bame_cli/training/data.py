@@ -62,14 +62,22 @@ _FACTS = {
 }
 
 
-def facts(name: str, *, look: Look, train_size: int | None = None, val_size: int | None = None) -> Facts | None:
+def facts(
+    name: str,
+    *,
+    look: Look,
+    holdout: int | None = None,
+    train_size: int | None = None,
+    val_size: int | None = None,
+) -> Facts | None:
     """A known data set under these options, without opening it; None when it must be looked at."""
     if name not in _FACTS:
         return None
     known = _FACTS[name]
     size = look.image_size or known.image_shape[1]
     shape = (known.image_shape[0], size, size)
-    return Facts(train_size or known.train, val_size or known.val, known.classes, shape)
+    train, val = (known.train - holdout, holdout) if holdout else (known.train, known.val)
+    return Facts(train_size or train, val_size or val, known.classes, shape)
 
 
 def load(
@@ -79,6 +87,7 @@ def load(
     look: Look,
     download: bool = True,
     workers: int | None = None,
+    holdout: int | None = None,
     train_size: int | None = None,
     val_size: int | None = None,
     classes: int | None = None,
@@ -87,6 +96,7 @@ def load(
 ) -> Data:
     """Load a data set by name. train_size, val_size: take only so many images, a fixed random choice.
 
+    holdout: validate on so many of the training images instead, so that choices are not made on the validation images.
     classes, channels: of the synthetic data set alone. Raises ConfigError when the data is not there (one line that
     says where it was looked for and how to get it) or an option does not apply.
     """
@@ -98,12 +108,13 @@ def load(
         raise ConfigError(f"recipe.auto_augment works on {' and '.join(_FOLDERS)}, which are files, not on {name}")
     if name == "synthetic":
         made = synthetic(train_size or 1024, val_size or 256, classes or 10, channels or 3, look.image_size or 16)
-        return _in_memory(made, look, device, "made-up images, for tests and benchmarks")
+        return _in_memory(made.hold_out(holdout), look, device, "made-up images, for tests and benchmarks")
     if name in _FOLDERS:
-        train, val, names = read_folders(Path(root), look, workers, (train_size, val_size), device)
+        train, val, names = read_folders(Path(root), look, workers, (train_size, val_size), holdout, device)
         return Data(train, val, names, (3, train.size, train.size), f"pictures in {root}")
     read, about = ARRAYS[name]
-    return _in_memory(read(Path(root), download).take(train_size, val_size), look, device, about)
+    arrays = read(Path(root), download).hold_out(holdout).take(train_size, val_size)
+    return _in_memory(arrays, look, device, about)
 
 
 # --- data sets that sit in memory ---

@@ -183,11 +183,8 @@ def end_epoch(run: Run) -> None:
     progress.last |= figures | {"loss": progress.loss_sum / run.steps_per_epoch}
     progress.loss_sum = 0.0
     # No candidate for the best: an epoch whose network is not yet at the target pattern, or is a skipped step behind.
-    if (
-        now == run.target
-        and progress.last["made"]
-        and (progress.best_top1 is None or figures["top1"] > progress.best_top1)
-    ):
+    best = -1.0 if progress.best_top1 is None else progress.best_top1
+    if now == run.target and progress.last["made"] and figures["top1"] > best:
         progress.best_top1, progress.best_epoch = figures["top1"], epoch
         run.checkpoints.save_best({"model": network.state_dict(), "epoch": epoch, **figures})
     row = _row(run) | {"loss": progress.last["loss"]} | ({"mask_hash": mask_hash} if mask_hash else {}) | figures

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from bame_cli.errors import ConfigError
-from bame_cli.training.arrays import choice
+from bame_cli.training.arrays import apart, choice
 from bame_cli.training.augment import policy
 from bame_cli.training.distributed import ALONE, Ranks, local_share
 from bame_cli.training.images import Batch, Look, show
@@ -29,11 +29,12 @@ def read_folders(
     look: Look,
     workers: int | None,
     sizes: tuple[int | None, int | None],
+    holdout: int | None,
     device: torch.device | str,
 ) -> tuple[Folder, Folder, list[str]]:
     """`train/` and `val/`, a folder per class in each, as torchvision's ImageFolder reads them; and the classes.
 
-    sizes: how many images of each split to take. Raises ConfigError when there are none, or classes differ.
+    sizes: how many images of each split to take. holdout: validate on so many training images instead. Raises ConfigError when there are none, or classes differ.
     """
     try:
         train, val = (torchvision.datasets.ImageFolder(str(root / part)) for part in ("train", "val"))
@@ -47,9 +48,13 @@ def read_folders(
         raise ConfigError(f"{root}: train/ and val/ differ in their classes: {', '.join(odd[:5])}")
     size = look.image_size or 224
     policy(look, size)  # an unknown policy is refused now, not in a worker
+    splits = train.samples, val.samples
+    if holdout is not None:
+        rest, held = ([train.samples[i] for i in part.tolist()] for part in apart(len(train), holdout))
+        splits = rest, held
     first, second = (
-        Folder([images.samples[i] for i in choice(len(images), wanted).tolist()], look, size, workers, device)
-        for images, wanted in zip((train, val), sizes, strict=True)
+        Folder([samples[i] for i in choice(len(samples), wanted).tolist()], look, size, workers, device)
+        for samples, wanted in zip(splits, sizes, strict=True)
     )
     return first, second, train.classes
 
