@@ -34,7 +34,8 @@ def read_folders(
 ) -> tuple[Folder, Folder, list[str]]:
     """`train/` and `val/`, a folder per class in each, as torchvision's ImageFolder reads them; and the classes.
 
-    sizes: how many images of each split to take. holdout: validate on so many training images instead. Raises ConfigError when there are none, or classes differ.
+    sizes: how many images of each split to take. holdout: validate on so many training images instead. Raises
+    ConfigError when there are none, or classes differ.
     """
     try:
         train, val = (torchvision.datasets.ImageFolder(str(root / part)) for part in ("train", "val"))
