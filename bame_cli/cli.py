@@ -187,7 +187,7 @@ def _bench(words: list[str]) -> int:
     from bame_cli import bench, compose
     from bame_cli.training.distributed import join
 
-    own, words = _split(words, {"format": "text", "methods": bench.METHODS, "parts": "steps,projection"} | _SIZES)
+    own, words = _split(words, {"format": "text", "methods": bench.METHODS, "parts": bench.DEFAULT} | _SIZES)
     _demand_format(own["format"])
     numbers = {key: _number(key, own[key]) for key in _SIZES}
     parts = own["parts"].split(",")

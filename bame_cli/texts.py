@@ -66,10 +66,11 @@ layer and time; how many blocks changed how often; and which blocks of the most 
 
 BENCH = """bame bench [key=value ...] [methods=a,b] [parts=...] [size=64] [batch=16] [rounds=7] [format=text|json]
 
-Ratios to dense training, interleaved in one process, medians with their spread. parts, by default steps,projection:
+Ratios to dense training, interleaved in one process, medians with their spread. parts, by default the first three:
 
-  steps        a training step of each method: forward, backward, method, optimizer; the method's share over one
-               interval of its own, also in copies of the sparse weights; bytes that it holds per sparse weight
+  steps        a training step of each method: forward, backward, method, optimizer, in dense steps
+  method       the method's own work over one interval of its own, in copies of the sparse weights (and, with steps, in
+               dense steps); bytes that it holds per sparse weight
   projection   all masks of the model, against sorting and against a plain copy
   checkpoint   saving and loading, in dense steps
   loop         an epoch of `bame train` on the data set against a bare loop, and the share of reading the images

@@ -191,7 +191,7 @@ def test_a_list_without_m_names_the_flag(capsys):
         (["verify"], "one run folder or file"),
         (["flops", "run=nowhere"], "no result.json"),
         (["bench", "batch=0"], "a whole number from 1"),
-        (["bench", "parts=stepps"], "steps, projection, checkpoint, loop, memory"),
+        (["bench", "parts=stepps"], "steps, method, projection, checkpoint, loop, memory"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(words, says, capsys):

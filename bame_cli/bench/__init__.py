@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -12,7 +12,9 @@ from bame_cli.bench.timing import Row
 from bame_cli.config import Config
 
 METHODS = "static,srste,decay_mask,bame"
-PARTS = ("steps", "projection", "checkpoint", "loop", "memory")
+PARTS = ("steps", "method", "projection", "checkpoint", "loop", "memory")
+DEFAULT = "steps,method,projection"
+_RACED = {"steps", "checkpoint"}
 
 
 def measure(
@@ -20,18 +22,30 @@ def measure(
 ) -> list[Row]:
     """Rows `{method, metric, ratio, low, high, ...}` for each method of `configs`, which has `dense` among them."""
     made: list[Row] = []
-    if {"steps", "projection", "checkpoint"} & set(parts):
-        lanes = {name: steps.lane(config, size, device) for name, config in configs.items()}
-        steps.race(lanes, *steps.random_batch(configs["dense"], size, batch, device), rounds)
-        dense = statistics.median(lanes["dense"].totals())
-        last = list(lanes)[-1]
-        made += steps.rows(lanes) if "steps" in parts else ()
-        made += around.projection(lanes[last], rounds) if "projection" in parts else ()
-        for name in lanes if "checkpoint" in parts else ():
-            made += around.checkpoint(name, lanes[name], dense, rounds)
+    if {"method", "projection", *_RACED} & set(parts):
+        made += _on_lanes(configs, parts, size=size, batch=batch, rounds=rounds, device=device)
     made += around.loop(configs["dense"], rounds, device) if "loop" in parts else ()
     made += around.memory(configs, size, batch, device) if "memory" in parts else ()
     return made
+
+
+def _on_lanes(
+    configs: Mapping[str, Config], parts: Sequence[str], *, size: int, batch: int, rounds: int, device: torch.device
+) -> Iterator[Row]:
+    lanes = {name: steps.lane(config, size, device) for name, config in configs.items()}
+    step: float | None = None
+    if _RACED & set(parts):
+        steps.race(lanes, *steps.random_batch(configs["dense"], size, batch, device), rounds)
+        step = statistics.median(lanes["dense"].totals())
+    if "steps" in parts:
+        yield from steps.rows(lanes)
+    if "checkpoint" in parts and step:
+        for name, lane in lanes.items():
+            yield from around.checkpoint(name, lane, step, rounds)
+    if "method" in parts:
+        yield from steps.method_rows(lanes, step)
+    if "projection" in parts:
+        yield from around.projection(list(lanes.values())[-1], rounds)
 
 
 def text(rows: list[Row]) -> str:

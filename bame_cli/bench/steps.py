@@ -71,10 +71,11 @@ class Lane:
         """Seconds of each step, all phases. The first opens windows and warms caches: it is left out."""
         return [sum(parts) for parts in zip(*self.times.values(), strict=True)][1:]
 
-    def hooks(self, interval: int) -> list[float]:
-        """Seconds that the method takes in each step of one interval, without the network around it."""
-        grads = {name: p.grad.clone() for name, (p, _) in self.layers.items() if p.grad is not None}
-        return [self._hooks(grads) for _ in range(interval)]
+    def hooks(self) -> list[float]:
+        """Seconds that the method takes in each step of one interval of its own, without the network around it."""
+        grads = {name: torch.randn_like(p) for name, (p, _) in self.layers.items()}
+        self._hooks(grads)  # opens windows, warms caches
+        return [self._hooks(grads) for _ in range(int(getattr(self.method, "interval", 1)))]
 
     def _hooks(self, grads: Mapping[str, Tensor]) -> float:
         for name, (p, _) in self.layers.items():
@@ -115,29 +116,33 @@ def race(lanes: Mapping[str, Lane], images: Tensor, labels: Tensor, rounds: int)
 
 
 def rows(lanes: Mapping[str, Lane]) -> Iterator[Row]:
-    """Of lanes that raced, the one named `dense` among them: a few rows per method."""
+    """Of lanes that raced, the one named `dense` among them: the whole step and its phases, in dense steps."""
     dense = lanes["dense"].totals()
     step = statistics.median(dense)
-    for phase in _PHASES:
-        yield row("dense", phase, [seconds / step for seconds in lanes["dense"].times[phase][1:]])
     for name, each in lanes.items():
         if name != "dense":
-            yield from _rows(name, each, dense, step)
+            yield row(name, "step", ratios(each.totals(), dense))
+        for phase in _PHASES:
+            yield row(name, phase, [seconds / step for seconds in each.times[phase][1:]])
 
 
-def _rows(name: str, lane: Lane, dense: list[float], step: float) -> Iterator[Row]:
-    yield row(name, "step", ratios(lane.totals(), dense))
-    for phase in _PHASES:
-        yield row(name, phase, [seconds / step for seconds in lane.times[phase][1:]])
-    interval = int(getattr(lane.method, "interval", 1))
-    hooks, copy = lane.hooks(interval), _copy_seconds(lane)
-    mean = sum(hooks) / len(hooks)
-    yield row(name, "method_over_interval", [mean / step], steps=interval)
-    yield row(name, "longest_method_step", [max(hooks) / step])
-    # A number that no batch can flatter: the method's share in units of one copy of the sparse weights.
-    yield figure(name, "copies_of_sparse_weights", mean / copy)
-    weights = sum(p.numel() for p, _ in lane.layers.values())
-    yield figure(name, "bytes_per_sparse_weight", _held(lane) / weights)
+def method_rows(lanes: Mapping[str, Lane], step: float | None) -> Iterator[Row]:
+    """The methods' own work over one interval: a mean that no batch can flatter, and the step that takes longest.
+
+    In units of one copy of the sparse weights; where lanes have raced, in dense steps (`step` seconds) as well.
+    """
+    for name, each in lanes.items():
+        if not each.layers:
+            continue
+        hooks, copy = each.hooks(), _copy_seconds(each)
+        mean = sum(hooks) / len(hooks)
+        weights = sum(p.numel() for p, _ in each.layers.values())
+        yield figure(name, "method_in_copies", mean / copy, steps=len(hooks), weights=weights)
+        yield figure(name, "longest_in_copies", max(hooks) / copy)
+        if step:
+            yield row(name, "method_over_interval", [mean / step], steps=len(hooks))
+            yield row(name, "longest_method_step", [max(hooks) / step])
+        yield figure(name, "bytes_per_sparse_weight", _held(each) / weights)
 
 
 def _copy_seconds(lane: Lane) -> float:
