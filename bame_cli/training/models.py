@@ -117,6 +117,17 @@ def always_dense(model: nn.Module) -> dict[str, str]:
     return {name: why for why, names in named.items() for name in _as_tuple(names)}
 
 
+def timm_config(model: nn.Module) -> dict[str, Any]:
+    """What timm knows of a model that it built."""
+    config: dict[str, Any] = dict(getattr(model, "pretrained_cfg", None) or {})
+    return config
+
+
+def is_ours(name: str) -> bool:
+    """Whether timm knows this model only where this module is imported."""
+    return name.split(".")[0] in _OURS
+
+
 def load_weights(model: nn.Module, path: Path) -> list[str]:
     """Load a checkpoint file into `model`; returns what the user should know.
 
