@@ -28,6 +28,7 @@ _TARGETS = {
     "compressed": "model.compressed.safetensors",
 }
 _EXACT = ("safetensors", "compressed")
+_SPARSE = ("semi_structured", "compressed")
 # How far scores may be from torch's, as a share of the largest score: what sums in another order, and float16, explain.
 BOUNDS = {"float32": 1e-4, "float16": 2e-2}
 
@@ -52,16 +53,13 @@ def export(run: Path, order: Order) -> tuple[list[str], bool]:
     Raises ConfigError, with nothing written, for a run or a target that cannot be served.
     """
     _demand(order)
-    result = finished.demand_finished(run)
     saved = finished.read_run(run)
     target = _target(run, order)
     source = inference.source(run, list(order.words))
     data = load_data(source.config) if order.verify else None
-    if order.format == "semi_structured":
-        semi_structured.refusals(saved.weights, saved.patterns)
-    if order.format == "compressed" and not saved.patterns:
-        raise ConfigError(f"format=compressed is for sparse networks, and the run in {run} is dense")
-    _write(saved, source, target, order, result)
+    if order.format in _SPARSE and not saved.patterns:
+        raise ConfigError(f"format={order.format} is for sparse networks, and the run in {run} is dense")
+    _write(saved, source, target, order)
     lines, good = _described(saved, formats.read(target), target, order)
     if data:
         proof, held = _proven(source, target, data, order)
@@ -89,6 +87,8 @@ def _target(run: Path, order: Order) -> Path:
         raise ConfigError(f"out={target}: format={order.format} is a file that ends in {wanted}")
     if target.exists() and target.is_dir() == bool(wanted):
         raise ConfigError(f"out={target}: format={order.format} is a {'file' if wanted else 'folder'}, not that")
+    if finished.is_run(target) or target.resolve() == (run / "model.safetensors").resolve():
+        raise ConfigError(f"out={target} is a run's own: an export goes elsewhere")
     there = target.exists() if wanted else target.is_dir() and any(target.iterdir())
     if there and not order.overwrite:
         raise ConfigError(f"{target} exists already: overwrite=true replaces it, out= puts it elsewhere")
@@ -98,27 +98,37 @@ def _target(run: Path, order: Order) -> Path:
 # --- writing ---
 
 
-def _write(saved: formats.Saved, source: inference.Source, target: Path, order: Order, result: dict[str, Any]) -> None:
+def _write(saved: formats.Saved, source: inference.Source, target: Path, order: Order) -> None:
     if order.format == "safetensors":
-        target.mkdir(parents=True, exist_ok=True)
-        write_weights(target / "model.safetensors", saved.weights, patterns=saved.patterns, about=saved.about)
-        hub.write(
-            target, _hub_config(saved), hub.card(saved.about, result, order.licence, ours=models.is_ours(source.name))
-        )
+        _write_hub(saved, target, order.licence)
     elif order.format == "onnx":
-        model, about = _as_torch(source), saved.about | {"precision": "float16" if order.float16 else "float32"}
-        model = semi_structured.HalfInside(model) if order.float16 else model
-        onnx_file.write(
-            model,
-            target,
-            image_shape=_shape(saved),
-            opset=order.opset,
-            weights=saved.weights,
-            patterns=saved.patterns,
-            about=about,
-        )
+        _write_onnx(saved, source, target, order)
     else:
         formats.write_packed(saved, target, order.format, saved.about)
+
+
+def _write_hub(saved: formats.Saved, target: Path, licence: str) -> None:
+    about, result = saved.about, finished.demand_finished(saved.file.parent)
+    settings, card = _hub_config(saved), hub.card(about, result, licence, ours=models.is_ours(about["model"]))
+    # A folder to be published does not say where data lies on this machine.
+    dataset = {key: value for key, value in json.loads(about["dataset_options"]).items() if key != "root"}
+    target.mkdir(parents=True, exist_ok=True)
+    told = about | {"dataset_options": json.dumps(dataset)}
+    write_weights(target / "model.safetensors", saved.weights, patterns=saved.patterns, about=told)
+    hub.write(target, settings, card)
+
+
+def _write_onnx(saved: formats.Saved, source: inference.Source, target: Path, order: Order) -> None:
+    model, precision = _as_torch(source), "float16" if order.float16 else "float32"
+    onnx_file.write(
+        semi_structured.HalfInside(model) if order.float16 else model,
+        target,
+        image_shape=_shape(saved),
+        opset=order.opset,
+        weights=saved.weights,
+        patterns=saved.patterns,
+        about=saved.about | {"precision": precision},
+    )
 
 
 def _hub_config(saved: formats.Saved) -> dict[str, Any]:

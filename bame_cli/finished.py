@@ -37,7 +37,7 @@ def read_run(folder: Path) -> formats.Saved:
     saved.about.update({key: _text(result[key]) for key in _FIGURES if key in result})
     saved.about["dataset_options"] = json.dumps(options["dataset"])
     saved.about["eval_batch_size"] = json.dumps(options["recipe"]["eval_batch_size"])
-    saved.about["channels_last"] = json.dumps(options["channels_last"])
+    saved.about["channels_last"] = json.dumps(options.get("channels_last", False))
     return saved
 
 

@@ -109,7 +109,7 @@ def _as_trained(config: Config, about: dict[str, str], given: Sequence[str]) -> 
 def network(source: Source, *, image_shape: Shape, classes: int) -> tuple[nn.Module, torch.device]:
     """The network and its device. Raises ConfigError when it does not fit the images or the classes."""
     device = join(source.config.device)[1]
-    _demand_classes(source, classes)
+    _demand_fit(source, image_shape[0], classes)
     if source.format == "onnx" and source.saved:
         return _session(source.saved.file, source.config.device, image_shape, classes), torch.device("cpu")
     options = _options(source, classes)
@@ -121,11 +121,15 @@ def network(source: Source, *, image_shape: Shape, classes: int) -> tuple[nn.Mod
     return _placed(source.saved, model.to(device).eval(), device), device
 
 
-def _demand_classes(source: Source, classes: int) -> None:
-    own = len(json.loads(source.about["classes"])) if "classes" in source.about else classes
-    if own != classes:
+def _demand_fit(source: Source, channels: int, classes: int) -> None:
+    """Raise ConfigError when the network sees other channels or tells other classes apart, as far as its file says."""
+    about, dataset = source.about, source.config.dataset.name
+    sees = json.loads(about["image_shape"])[0] if "image_shape" in about else channels
+    tells = len(json.loads(about["classes"])) if "classes" in about else classes
+    if (sees, tells) != (channels, classes):
         raise ConfigError(
-            f"{source.path} tells {own} classes apart, and dataset={source.config.dataset.name} has {classes}"
+            f"{source.path} tells {tells} classes apart on images of {sees} channels, "
+            f"and dataset={dataset} has {classes} on {channels}"
         )
 
 
@@ -134,7 +138,7 @@ def _session(file: Path, device: str, image_shape: Shape, classes: int) -> nn.Mo
         raise ConfigError(f"device={device}: ONNX files are run on the CPU")
     session = onnx_file.Session(file)
     for what, wants, has in (("images", session.image_shape, image_shape), ("classes", session.classes, (classes,))):
-        if wants != has:
+        if wants != has and all(isinstance(size, int) for size in wants):  # a size that may vary has a name instead
             raise ConfigError(f"{file} was made for {what} {wants}, and the data set has {has}")
     return session
 
@@ -148,7 +152,7 @@ def _options(source: Source, classes: int) -> dict[str, Any]:
 def _fill(source: Source, model: nn.Module) -> None:
     """Load the weights, all of them and nothing else."""
     if source.saved is None:
-        if notes := models.load_weights(model, source.path):
+        if notes := models.load_weights(model, source.path, key=""):
             raise ConfigError(f"{source.path} was trained for other classes: {notes[0]}")
         return
     try:
@@ -202,7 +206,7 @@ def score_text(row: dict[str, Any]) -> str:
     if row["logged"]:
         equal = all(row[key] == value for key, value in row["logged"].items())
         logged = f"top-1 {row['logged']['top1']:.2f} %, top-5 {row['logged']['top5']:.2f} %"
-        lines["run said"] = f"{logged}: {'the same' if equal else 'NOT the same'}"
+        lines["run said"] = f"{logged}: {'the same' if equal else 'not the same'}"
     return "\n".join(f"{key:<10}{line}" for key, line in lines.items())
 
 

@@ -75,11 +75,12 @@ def _plot_weights(words: list[str]) -> int:
     own, rest = split(words, {"run": "", "layer": "", "out": ""})
     if rest or not own["run"]:
         raise ConfigError("bame plot weights run=<run folder or file> [layer=<name>] [out=file.png]")
-    from bame_cli import formats, plots
+    from bame_cli import finished, formats, plots
 
     saved = formats.read(Path(own["run"]))
     name, pattern = formats.layer(saved, own["layer"])
-    out = Path(own["out"]) if own["out"] else saved.file.parent / "plots" / f"{name}.png"
+    beside = saved.file.parent / "plots" if finished.is_run(Path(own["run"])) else saved.file.parent
+    out = Path(own["out"]) if own["out"] else beside / f"{name}.png"
     if not own["out"]:
         out.parent.mkdir(exist_ok=True)
     plots.weights(saved.weights[name].float().numpy(), out, name=name, pattern=(pattern.n, pattern.m))

@@ -30,7 +30,7 @@ ROOMS = {
     "finished": {"folder", "formats", "config", "errors"},
     "inference": {"finished", "formats", "compose", "blueprint", "config", "training", "errors"},
     "export": {"finished", "formats", "inference", "verify", "blueprint", "training", "errors"},
-    "network": {"words", "inference", "verify", "export", "formats", "plots", "errors"},
+    "network": {"words", "finished", "inference", "verify", "export", "formats", "plots", "errors"},
     "blueprint": {"config", "methods", "training", "sparsity", "errors"},
     "report": {"address", "blueprint", "folder", "config", "methods", "training", "sparsity", "errors"},
     "costs": {"report", "blueprint", "folder", "config", "methods", "sparsity", "errors"},

@@ -177,12 +177,17 @@ class Session(nn.Module):
             self.session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's own classes, one per cause
             raise ConfigError(f"{path}: ONNX Runtime cannot run it ({str(error).splitlines()[0]})") from error
-        self.image_shape = tuple(self.session.get_inputs()[0].shape[1:])
+        given = self.session.get_inputs()
+        if len(given) != 1 or given[0].type != "tensor(float)":
+            raise ConfigError(f"{path}: a network here takes one input, float32 images")
+        self.path, self.name, self.image_shape = path, given[0].name, tuple(given[0].shape[1:])
         self.classes = tuple(self.session.get_outputs()[0].shape[1:])
 
     def forward(self, images: Tensor) -> Tensor:
-        (name,) = (given.name for given in self.session.get_inputs())
-        scores = self.session.run(None, {name: images.contiguous().numpy()})[0]
+        try:
+            scores = self.session.run(None, {self.name: images.contiguous().numpy()})[0]
+        except Exception as error:  # a batch or an image of another size than the file was made for, above all
+            raise ConfigError(f"{self.path}: ONNX Runtime cannot run it ({str(error).splitlines()[0]})") from error
         return torch.from_numpy(scores)
 
 

@@ -34,7 +34,7 @@ def refusals(weights: Mapping[str, Tensor], patterns: Mapping[str, Pattern]) -> 
         raise ConfigError(f"format=semi_structured holds 2:4 alone, and {other} is {patterns[other]}")
     reasons = {name: _refusal(weights[name]) for name in patterns}
     if all(reasons.values()):
-        name, reason = next(iter(reasons.items()), ("", "it is dense"))
+        name, reason = next(iter(reasons.items()))
         raise ConfigError(f"format=semi_structured: no weight of this network can be packed ({name}: {reason})")
     return reasons
 
