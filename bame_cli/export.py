@@ -56,7 +56,7 @@ def export(run: Path, order: Order) -> tuple[list[str], bool]:
     saved = finished.read_run(run)
     target = _target(run, order)
     source = inference.source(run, list(order.words))
-    data = load_data(source.config) if order.verify else None
+    data = _images(source, saved) if order.verify else None
     if order.format in _SPARSE and not saved.patterns:
         raise ConfigError(f"format={order.format} is for sparse networks, and the run in {run} is dense")
     _write(saved, source, target, order)
@@ -93,6 +93,15 @@ def _target(run: Path, order: Order) -> Path:
     if there and not order.overwrite:
         raise ConfigError(f"{target} exists already: overwrite=true replaces it, out= puts it elsewhere")
     return target
+
+
+def _images(source: inference.Source, saved: formats.Saved) -> datasets.Data:
+    """The validation images that the export is proven on. Raises ConfigError when they are not such as it takes."""
+    data = load_data(source.config)
+    inference.demand_fit(source, data.image_shape[0], len(data.classes))
+    if data.image_shape != _shape(saved):
+        raise ConfigError(f"the network is proven on images of {_shape(saved)}; the data set gives {data.image_shape}")
+    return data
 
 
 # --- writing ---
@@ -215,13 +224,13 @@ def _proven(source: inference.Source, target: Path, data: datasets.Data, order: 
 @torch.no_grad()
 def _distance(one: inference.Source, other: inference.Source, data: datasets.Data) -> tuple[float, float]:
     """The largest difference of scores over the validation images, and the largest score."""
-    (first, device), (second, _) = (
+    (first, here), (second, there) = (
         inference.network(source, image_shape=data.image_shape, classes=len(data.classes)) for source in (one, other)
     )
     apart = largest = 0.0
     for images, _ in data.val.eval_batches(one.config.recipe.eval_batch_size):
-        a, b = first(images.to(device)), second(images)
-        apart, largest = max(apart, _most(a - b.to(a.device))), max(largest, _most(a))
+        a, b = first(images.to(here)), second(images.to(there)).to(here)
+        apart, largest = max(apart, _most(a - b)), max(largest, _most(a))
     return apart, largest
 
 

@@ -106,12 +106,22 @@ def _as_trained(config: Config, about: dict[str, str], given: Sequence[str]) -> 
 # --- a network that maps images to scores ---
 
 
+def place(source: Source) -> torch.device:
+    """Where the network runs. Raises ConfigError when it cannot run there."""
+    asked = source.config.device
+    if source.format != "onnx":
+        return join(asked)[1]
+    if asked not in ("auto", "cpu"):
+        raise ConfigError(f"device={asked}: ONNX files are run on the CPU")
+    return torch.device("cpu")
+
+
 def network(source: Source, *, image_shape: Shape, classes: int) -> tuple[nn.Module, torch.device]:
     """The network and its device. Raises ConfigError when it does not fit the images or the classes."""
-    device = join(source.config.device)[1]
-    _demand_fit(source, image_shape[0], classes)
-    if source.format == "onnx" and source.saved:
-        return _session(source.saved.file, source.config.device, image_shape, classes), torch.device("cpu")
+    device = place(source)
+    demand_fit(source, image_shape[0], classes)
+    if source.saved and source.format == "onnx":
+        return _session(source.saved.file, image_shape, classes), device
     options = _options(source, classes)
     models.skeleton(image_shape=image_shape, **options)
     model = models.create(image_shape=image_shape, **options)
@@ -121,7 +131,7 @@ def network(source: Source, *, image_shape: Shape, classes: int) -> tuple[nn.Mod
     return _placed(source.saved, model.to(device).eval(), device), device
 
 
-def _demand_fit(source: Source, channels: int, classes: int) -> None:
+def demand_fit(source: Source, channels: int, classes: int) -> None:
     """Raise ConfigError when the network sees other channels or tells other classes apart, as far as its file says."""
     about, dataset = source.about, source.config.dataset.name
     sees = json.loads(about["image_shape"])[0] if "image_shape" in about else channels
@@ -133,9 +143,7 @@ def _demand_fit(source: Source, channels: int, classes: int) -> None:
         )
 
 
-def _session(file: Path, device: str, image_shape: Shape, classes: int) -> nn.Module:
-    if device not in ("auto", "cpu"):
-        raise ConfigError(f"device={device}: ONNX files are run on the CPU")
+def _session(file: Path, image_shape: Shape, classes: int) -> nn.Module:
     session = onnx_file.Session(file)
     for what, wants, has in (("images", session.image_shape, image_shape), ("classes", session.classes, (classes,))):
         if wants != has and all(isinstance(size, int) for size in wants):  # a size that may vary has a name instead
@@ -175,11 +183,11 @@ def _placed(saved: formats.Saved | None, model: nn.Module, device: torch.device)
 
 def score(source: Source, data: datasets.Data | None = None) -> dict[str, Any]:
     """`bame eval`: accuracy and loss on the validation images, each once, and images a second, reading included."""
-    device = join(source.config.device)[1]
-    data = data or load_data(source.config, "cpu" if source.format == "onnx" else device)
-    model, _ = network(source, image_shape=data.image_shape, classes=len(data.classes))
+    data = data or load_data(source.config, place(source))
+    model, device = network(source, image_shape=data.image_shape, classes=len(data.classes))
+    batches = data.val.eval_batches(source.config.recipe.eval_batch_size)
     start = time.monotonic()
-    figures = evaluate(model, data.val.eval_batches(source.config.recipe.eval_batch_size))
+    figures = evaluate(model, ((images.to(device), labels.to(device)) for images, labels in batches))
     seconds = time.monotonic() - start
     return {
         "network": str(source.path),
