@@ -87,7 +87,7 @@ def _target(run: Path, order: Order) -> Path:
         raise ConfigError(f"out={target}: format={order.format} is a file that ends in {wanted}")
     if target.exists() and target.is_dir() == bool(wanted):
         raise ConfigError(f"out={target}: format={order.format} is a {'file' if wanted else 'folder'}, not that")
-    if finished.is_run(target) or target.resolve() == (run / "model.safetensors").resolve():
+    if finished.is_run(target) or (target.name == "model.safetensors" and finished.is_run(target.parent)):
         raise ConfigError(f"out={target} is a run's own: an export goes elsewhere")
     there = target.exists() if wanted else target.is_dir() and any(target.iterdir())
     if there and not order.overwrite:
@@ -158,8 +158,7 @@ def _shape(saved: formats.Saved) -> tuple[int, int, int]:
 def _as_torch(source: inference.Source) -> nn.Module:
     """The run's own network, on the CPU."""
     classes, shape = json.loads(source.about["classes"]), json.loads(source.about["image_shape"])
-    source.config.device = "cpu"
-    return inference.network(source, image_shape=tuple(shape), classes=len(classes))[0]
+    return inference.network(source, image_shape=tuple(shape), classes=len(classes))[0].cpu()
 
 
 # --- what was written, and the proof ---
@@ -181,7 +180,12 @@ def _described(saved: formats.Saved, made: formats.Saved, target: Path, order: O
         if verdicts
         else "dense",
     }
-    return [f"{key:<10}{line}" for key, line in lines.items()] + list(_remarks(saved, order)), not broken
+    good = not broken
+    if order.format in _EXACT:
+        same = all(torch.equal(weight, made.weights[name]) for name, weight in saved.weights.items())
+        lines["weights"] = "equal to the run's" if same else "NOT EQUAL to the run's"
+        good = good and same
+    return [f"{key:<10}{line}" for key, line in lines.items()] + list(_remarks(saved, order)), good
 
 
 def _remarks(saved: formats.Saved, order: Order) -> Iterator[str]:
