@@ -13,6 +13,9 @@ from typing import Any, NoReturn
 
 from bame_cli import __version__, texts
 from bame_cli.errors import ConfigError, near_misses
+from bame_cli.words import demand_format as _demand_format
+from bame_cli.words import number as _number
+from bame_cli.words import split as _split
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -201,9 +204,11 @@ def _bench(words: list[str]) -> int:
 
 
 def _plot(words: list[str]) -> int:
+    if words[:1] == ["weights"]:
+        return _network("plot weights")(words[1:])
     own, rest = _split(words, {"run": "", "out": ""})
     if rest != ["masks"] or not own["run"]:
-        raise ConfigError("bame plot masks run=<run folder> [out=file.png]")
+        raise ConfigError("bame plot masks run=<run folder> [out=file.png], or bame plot weights run=<run or file>")
     from bame_cli import evolution, plots
 
     run = Path(own["run"])
@@ -216,39 +221,15 @@ def _plot(words: list[str]) -> int:
     return 0
 
 
-def _verify(words: list[str]) -> int:
-    own, rest = _split(words, {"format": "text", "pattern": ""})
-    _demand_format(own["format"])
-    if len(rest) != 1 or "=" in rest[0]:
-        raise ConfigError("bame verify takes one run folder or file: bame verify outputs/... [pattern=2:4]")
-    from bame_cli import export
+def _network(verb: str) -> Callable[[list[str]], int]:
+    """A verb that takes a finished network: bame_cli.network."""
 
-    rows = export.verify(Path(rest[0]), own["pattern"] or None)
-    print(json.dumps(rows, indent=1) if own["format"] == "json" else export.verify_text(rows))
-    return 0 if all(row["ok"] for row in rows) else 1
+    def run(words: list[str]) -> int:
+        from bame_cli import network
 
+        return network.VERBS[verb](words)
 
-def _split(words: list[str], own: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The verb's own key=value words (with defaults), and the rest."""
-    mine, rest = dict(own), []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if equals and key in own:
-            mine[key] = value
-        else:
-            rest.append(word)
-    return mine, rest
-
-
-def _demand_format(value: str) -> None:
-    if value not in ("text", "json"):
-        raise ConfigError(f"format={value}: text or json")
-
-
-def _number(key: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{key}={text}: a whole number from 1")
-    return int(text)
+    return run
 
 
 VERBS: dict[str, tuple[Callable[[list[str]], int], str | Callable[[], str]]] = {
@@ -256,6 +237,9 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str | Callable[[], str]]] = {
     "layers": (_layers, texts.LAYERS),
     "flops": (_flops, texts.FLOPS),
     "plot": (_plot, texts.PLOT),
-    "verify": (_verify, texts.VERIFY),
+    "verify": (_network("verify"), texts.VERIFY),
+    "eval": (_network("eval"), texts.EVAL),
+    "predict": (_network("predict"), texts.PREDICT),
+    "export": (_network("export"), texts.EXPORT),
     "bench": (_bench, texts.BENCH),
 }

@@ -1,113 +1,242 @@
-"""Sparse weights as files others read: plain safetensors under timm's names, and the proof that they are N:M."""
+"""`bame export`: a finished run as a file that others read, proven against the accuracy that the run logged."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from bame_cli import finished, formats, inference
+from bame_cli.blueprint import load_data
 from bame_cli.errors import ConfigError
-from bame_cli.sparsity.pattern import Pattern, Violation
+from bame_cli.formats import compressed, hub, onnx_file, semi_structured
+from bame_cli.formats.plain import write_weights
+from bame_cli.training import data as datasets
+from bame_cli.training import models
+from bame_cli.verify import verify_weights
 
-
-def write_weights(
-    path: Path, weights: Mapping[str, Tensor], *, patterns: Mapping[str, Pattern], about: Mapping[str, Any]
-) -> None:
-    """Write a state dict as safetensors; metadata hold `patterns` (JSON, name -> "N:M") and every key of `about`."""
-    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
-    metadata |= {"format": "pt", "patterns": json.dumps({name: str(pattern) for name, pattern in patterns.items()})}
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
-    aside = path.with_suffix(".tmp")
-    save_file(tensors, aside, metadata)
-    os.replace(aside, path)
-
-
-def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file. Raises ConfigError for anything else: pickles are not opened."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} is no safetensors file ({error}); other formats are not opened") from error
+# Where in the run's folder an export goes, and whether it gives back the very weights.
+_TARGETS = {
+    "safetensors": "safetensors",
+    "onnx": "model.onnx",
+    "semi_structured": "model.semi_structured.safetensors",
+    "compressed": "model.compressed.safetensors",
+}
+_EXACT = ("safetensors", "compressed")
+_SPARSE = ("semi_structured", "compressed")
+# How far scores may be from torch's, as a share of the largest score: what sums in another order, and float16, explain.
+BOUNDS = {"float32": 1e-4, "float16": 2e-2}
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a look at every block of one weight says; `violation` None when all obey."""
+class Order:
+    """What is asked for. words: options of the evaluation, such as dataset.root."""
 
-    name: str
-    pattern: Pattern
-    blocks: int
-    density: float
-    violation: Violation | None
-
-
-def verify_weights(weights: Mapping[str, Tensor], patterns: Mapping[str, Pattern]) -> list[Verdict]:
-    """Check every block of every named weight. Raises ConfigError when a named weight is missing or has no blocks."""
-    verdicts = []
-    for name, pattern in patterns.items():
-        if name not in weights:
-            raise ConfigError(f"the file has no weight named {name}")
-        weight = weights[name]
-        if not pattern.fits(weight.shape):
-            raise ConfigError(f"{name}: a weight of shape {tuple(weight.shape)} has no blocks of {pattern.m} inputs")
-        density = int(weight.count_nonzero()) / weight.numel()
-        blocks = pattern.num_blocks(weight.shape)
-        verdicts.append(Verdict(name, pattern, blocks, density, pattern.check(weight)))
-    return verdicts
+    format: str
+    out: Path | None = None
+    float16: bool = False
+    opset: int = 18
+    licence: str = "apache-2.0"
+    overwrite: bool = False
+    verify: bool = True
+    words: tuple[str, ...] = ()
 
 
-def patterns_in(metadata: Mapping[str, str]) -> dict[str, Pattern]:
-    """The patterns that a file of ours says it holds; empty for other files and for dense networks."""
-    return {name: Pattern.parse(text) for name, text in json.loads(metadata.get("patterns", "{}")).items()}
+def export(run: Path, order: Order) -> tuple[list[str], bool]:
+    """Write the network of a run; what to say of it, and whether it holds what it should.
+
+    Raises ConfigError, with nothing written, for a run or a target that cannot be served.
+    """
+    _demand(order)
+    saved = finished.read_run(run)
+    target = _target(run, order)
+    source = inference.source(run, list(order.words))
+    data = _images(source, saved) if order.verify else None
+    if order.format in _SPARSE and not saved.patterns:
+        raise ConfigError(f"format={order.format} is for sparse networks, and the run in {run} is dense")
+    _write(saved, source, target, order)
+    lines, good = _described(saved, formats.read(target), target, order)
+    if data:
+        proof, held = _proven(source, target, data, order)
+        lines, good = [*lines, *proof], good and held
+    return lines, good
 
 
-def verify(path: Path, pattern: str | None) -> list[dict[str, Any]]:
-    """`bame verify`: a row per checked weight of a run folder's final network, or of a safetensors file."""
-    file = path / "model.safetensors" if path.is_dir() else path
-    if path.is_dir() and not file.is_file():
-        raise ConfigError(f"{path} holds no model.safetensors: the run is not finished, or this is no run folder")
-    weights, metadata = read_weights(file)
-    patterns = _candidates(weights, Pattern.parse(pattern)) if pattern else patterns_in(metadata)
-    if not patterns:
-        known = "is dense, or was not made by us" if not pattern else f"has no weight with zeros that {pattern} fits"
-        raise ConfigError(f"{file} {known}: there is nothing to check; pattern=N:M names a pattern to check against")
-    return [_row(verdict) for verdict in verify_weights(weights, patterns)]
+def _demand(order: Order) -> None:
+    if order.format not in formats.NAMES:
+        raise ConfigError(f"format={order.format or '...'}: one of {', '.join(formats.NAMES)}")
+    if order.float16 and order.format != "onnx":
+        raise ConfigError(f"float16=true belongs to format=onnx, not to {order.format}")
+    if order.opset not in onnx_file.OPSETS:
+        raise ConfigError(f"opset={order.opset}: from {onnx_file.OPSETS[0]} to {onnx_file.OPSETS[-1]}")
+    if order.format == "onnx":
+        onnx_file.demand_packages()
 
 
-def _candidates(weights: Mapping[str, Tensor], pattern: Pattern) -> dict[str, Pattern]:
-    """The weights of a foreign file that can be meant to be sparse: shaped for it, and holding zeros."""
-    shaped = [(name, w) for name, w in weights.items() if w.dim() in (2, 4) and pattern.fits(w.shape)]
-    return {name: pattern for name, w in shaped if int(w.count_nonzero()) < w.numel()}
+def _target(run: Path, order: Order) -> Path:
+    """Where the export goes. Raises ConfigError when something is there, or its name would not be recognized."""
+    name = _TARGETS[order.format]
+    target = order.out or run / "export" / (name.replace(".onnx", ".float16.onnx") if order.float16 else name)
+    wanted = Path(name).suffix
+    if target.suffix != wanted and wanted:
+        raise ConfigError(f"out={target}: format={order.format} is a file that ends in {wanted}")
+    if target.exists() and target.is_dir() == bool(wanted):
+        raise ConfigError(f"out={target}: format={order.format} is a {'file' if wanted else 'folder'}, not that")
+    if finished.is_run(target) or (target.name == "model.safetensors" and finished.is_run(target.parent)):
+        raise ConfigError(f"out={target} is a run's own: an export goes elsewhere")
+    there = target.exists() if wanted else target.is_dir() and any(target.iterdir())
+    if there and not order.overwrite:
+        raise ConfigError(f"{target} exists already: overwrite=true replaces it, out= puts it elsewhere")
+    return target
 
 
-def _row(verdict: Verdict) -> dict[str, Any]:
-    row = {"name": verdict.name, "pattern": str(verdict.pattern), "blocks": verdict.blocks}
-    row |= {"density": verdict.density, "ok": verdict.violation is None}
-    if verdict.violation:
-        row |= {"wrong_blocks": verdict.violation.blocks, "first": list(verdict.violation.first)}
-        row |= {"first_kept": verdict.violation.kept}
-    return row
+def _images(source: inference.Source, saved: formats.Saved) -> datasets.Data:
+    """The validation images that the export is proven on. Raises ConfigError when they are not such as it takes."""
+    data = load_data(source.config)
+    inference.demand_fit(source, data.image_shape[0], len(data.classes))
+    if data.image_shape != _shape(saved):
+        raise ConfigError(f"the network is proven on images of {_shape(saved)}; the data set gives {data.image_shape}")
+    return data
 
 
-def verify_text(rows: list[dict[str, Any]]) -> str:
-    """The verdicts for the eye: every broken weight with its first block, and one line that sums up."""
-    lines = [
-        f"{row['name']}: {row['wrong_blocks']} of {row['blocks']} blocks break {row['pattern']}; the first, at "
-        f"(output, block, kernel...) {tuple(row['first'])}, has {row['first_kept']} non-zeros"
-        for row in rows
-        if not row["ok"]
-    ]
-    patterns = ", ".join(sorted({row["pattern"] for row in rows}))
-    blocks, broken = sum(row["blocks"] for row in rows), sum(not row["ok"] for row in rows)
-    verdict = f"{broken} weights break their pattern" if broken else "all obey"
-    return "\n".join([*lines, f"{len(rows)} weights, {blocks:,} blocks checked against {patterns}: {verdict}"])
+# --- writing ---
+
+
+def _write(saved: formats.Saved, source: inference.Source, target: Path, order: Order) -> None:
+    if order.format == "safetensors":
+        _write_hub(saved, target, order.licence)
+    elif order.format == "onnx":
+        _write_onnx(saved, source, target, order)
+    else:
+        formats.write_packed(saved, target, order.format, saved.about)
+
+
+def _write_hub(saved: formats.Saved, target: Path, licence: str) -> None:
+    about, result = saved.about, finished.demand_finished(saved.file.parent)
+    settings, card = _hub_config(saved), hub.card(about, result, licence, ours=models.is_ours(about["model"]))
+    # A folder to be published does not say where data lies on this machine.
+    dataset = {key: value for key, value in json.loads(about["dataset_options"]).items() if key != "root"}
+    target.mkdir(parents=True, exist_ok=True)
+    told = about | {"dataset_options": json.dumps(dataset)}
+    write_weights(target / "model.safetensors", saved.weights, patterns=saved.patterns, about=told)
+    hub.write(target, settings, card)
+
+
+def _write_onnx(saved: formats.Saved, source: inference.Source, target: Path, order: Order) -> None:
+    model, precision = _as_torch(source), "float16" if order.float16 else "float32"
+    onnx_file.write(
+        semi_structured.HalfInside(model) if order.float16 else model,
+        target,
+        image_shape=_shape(saved),
+        opset=order.opset,
+        weights=saved.weights,
+        patterns=saved.patterns,
+        about=saved.about | {"precision": precision},
+    )
+
+
+def _hub_config(saved: formats.Saved) -> dict[str, Any]:
+    about, shape = saved.about, _shape(saved)
+    args, classes = json.loads(about["model_args"]), json.loads(about["classes"])
+    model = models.skeleton(about["model"], image_shape=shape, num_classes=len(classes), args=args)
+    crop = datasets.central_crop(about["dataset"])
+    return hub.config(
+        about, own=models.timm_config(model), num_features=getattr(model, "num_features", 0), crop=(crop, "bilinear")
+    )
+
+
+def _shape(saved: formats.Saved) -> tuple[int, int, int]:
+    channels, height, width = json.loads(saved.about["image_shape"])
+    return channels, height, width
+
+
+def _as_torch(source: inference.Source) -> nn.Module:
+    """The run's own network, on the CPU."""
+    classes, shape = json.loads(source.about["classes"]), json.loads(source.about["image_shape"])
+    return inference.network(source, image_shape=tuple(shape), classes=len(classes))[0].cpu()
+
+
+# --- what was written, and the proof ---
+
+
+def _described(saved: formats.Saved, made: formats.Saved, target: Path, order: Order) -> tuple[list[str], bool]:
+    """What the written file holds, read back: its size, its patterns."""
+    size, before = made.file.stat().st_size, saved.file.stat().st_size
+    verdicts = verify_weights(made.weights, made.patterns)
+    broken = [verdict.name for verdict in verdicts if verdict.violation]
+    how = {"onnx": f", opset {order.opset}, {'float16' if order.float16 else 'float32'} inside"}.get(order.format, "")
+    found = ", ".join(sorted({str(verdict.pattern) for verdict in verdicts}))
+    blocks = sum(verdict.blocks for verdict in verdicts)
+    lines = {
+        "format": f"{order.format}{how}",
+        "written": f"{target}, {size:,} bytes ({size / before:.3f} of the run's model.safetensors)",
+        "pattern": f"{len(verdicts)} sparse weights, {blocks:,} blocks along their inputs, "
+        + (f"BROKEN: {', '.join(broken)}" if broken else f"all {found}")
+        if verdicts
+        else "dense",
+    }
+    good = not broken
+    if order.format in _EXACT:
+        same = all(torch.equal(weight, made.weights[name]) for name, weight in saved.weights.items())
+        lines["weights"] = "equal to the run's" if same else "NOT EQUAL to the run's"
+        good = good and same
+    return [f"{key:<10}{line}" for key, line in lines.items()] + list(_remarks(saved, order)), good
+
+
+def _remarks(saved: formats.Saved, order: Order) -> Iterator[str]:
+    """What a user of this format should know of this network."""
+    if order.format == "safetensors":
+        yield f"licence   {order.licence} (license= says another), in README.md beside config.json"
+    if order.format == "semi_structured":
+        reasons = semi_structured.refusals(saved.weights, saved.patterns)
+        yield f"packed    {sum(not reason for reason in reasons.values())} of {len(reasons)} sparse weights, in float16"
+        yield from (f"          {name} is not: {reason}" for name, reason in reasons.items() if reason)
+    if order.format == "compressed":
+        for pattern in sorted({p for p in saved.patterns.values() if not compressed.is_dense(p)}):
+            yield f"index     {pattern}: {compressed.bits_per_block(pattern)} bits a block of {pattern.m} weights"
+    if order.format == "onnx" and any(pattern != semi_structured.PATTERN for pattern in saved.patterns.values()):
+        yield "note      sparse tensor cores take 2:4 alone: this network keeps its zeros, and runs at dense speed"
+
+
+def _proven(source: inference.Source, target: Path, data: datasets.Data, order: Order) -> tuple[list[str], bool]:
+    """The export's own accuracy beside the run's, and how far its scores are from the run's network."""
+    made = inference.source(target, list(order.words))
+    row = inference.score(made, data)
+    logged = source.logged.get("top1")
+    said = "" if logged is None else f" (the run's: {logged:.2f} %)"
+    lines = [f"top-1     {row['top1']:.2f} %{said} on {row['images']} validation images"]
+    good = logged is None or order.format not in _EXACT or row["top1"] == logged
+    if not good:
+        lines.append("FAILED    the weights are the run's, and the accuracy is not")
+    if order.format in _EXACT:
+        return lines, good
+    precision = "float32" if order.format == "onnx" and not order.float16 else "float16"
+    apart, largest = _distance(source, made, data)
+    held = apart <= BOUNDS[precision] * largest
+    lines.append(
+        f"scores    differ from torch's by {apart:.2e} at most, {apart / largest:.1e} of the largest; "
+        f"the bound is {BOUNDS[precision]:.0e}: {'held' if held else 'NOT HELD'}"
+    )
+    return lines, good and held
+
+
+@torch.no_grad()
+def _distance(one: inference.Source, other: inference.Source, data: datasets.Data) -> tuple[float, float]:
+    """The largest difference of scores over the validation images, and the largest score."""
+    (first, here), (second, there) = (
+        inference.network(source, image_shape=data.image_shape, classes=len(data.classes)) for source in (one, other)
+    )
+    apart = largest = 0.0
+    for images, _ in data.val.eval_batches(one.config.recipe.eval_batch_size):
+        a, b = first(images.to(here)), second(images.to(there)).to(here)
+        apart, largest = max(apart, _most(a - b)), max(largest, _most(a))
+    return apart, largest
+
+
+def _most(tensor: Tensor) -> float:
+    return float(tensor.abs().max())

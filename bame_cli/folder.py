@@ -14,7 +14,7 @@ from typing import Any
 from bame_cli.errors import ConfigError
 
 FILES = ("config.yaml", "layers.json", "metrics.jsonl", "train.log", "model.safetensors", "result.json", "digest")
-FOLDERS = ("checkpoints", "masks", "plots", "tensorboard", "wandb")
+FOLDERS = ("checkpoints", "export", "masks", "plots", "tensorboard", "wandb")
 _RESERVE = ".reserve"
 
 

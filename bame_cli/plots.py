@@ -120,6 +120,41 @@ def _schedule(axes: Any, rows: Sequence[Mapping[str, Any]], steps_per_epoch: flo
     axes.set(xlabel="epoch", title="schedule", ylim=(0, 1.05))
 
 
+# So many outputs and inputs of a large weight are drawn: entries that the eye still tells apart.
+_OUTPUTS, _INPUTS = 32, 64
+
+
+def weights(values: Any, path: Path, *, name: str, pattern: tuple[int, int]) -> None:
+    """The corner of one weight (output, input, kernel...), at the kernel's centre: zeros empty, blocks framed."""
+    (n, m), kernel = pattern, values.shape[2:]
+    matrix = values[(slice(None), slice(None), *(size // 2 for size in kernel))]
+    corner = matrix[:_OUTPUTS, : max(m, _INPUTS // m * m)]
+    outputs, inputs = corner.shape
+    figure = _figure(figsize=(2.5 + inputs / 6, 1.6 + outputs / 6))
+    axes = figure.subplots()
+    axes.set_facecolor("#d0d0d0")
+    limit = float(abs(corner).max()) or 1.0
+    drawn = corner.astype(float)
+    drawn[corner == 0] = float("nan")
+    image = axes.pcolormesh(drawn, cmap="RdBu_r", vmin=-limit, vmax=limit, edgecolors="white", linewidth=0.3)
+    axes.vlines(range(0, inputs + 1, m), 0, outputs, color="black", linewidth=0.8)
+    axes.set(xlabel=f"input, blocks of {m} (grey: dropped)", ylabel="output", xlim=(0, inputs), ylim=(outputs, 0))
+    axes.set_title(_portrait(name, values, corner, kernel, f"{n}:{m}"), fontsize=9)
+    figure.colorbar(image, ax=axes, label="weight")
+    _save(figure, path)
+
+
+def _portrait(name: str, values: Any, corner: Any, kernel: tuple[int, ...], pattern: str) -> str:
+    density = (values != 0).sum() / values.size
+    at = (
+        f", at ({', '.join(str(size // 2) for size in kernel)}) of its {'x'.join(map(str, kernel))} kernel"
+        if kernel
+        else ""
+    )
+    shown = f"{corner.shape[0]} of {values.shape[0]} outputs, {corner.shape[1]} of {values.shape[1]} inputs{at}"
+    return f"{name}, {pattern}, density {density:.4f}\n{shown}"
+
+
 def _figure(**options: Any) -> Any:
     """A figure of its own: pyplot would keep every one that a sweep draws."""
     from matplotlib.figure import Figure

@@ -19,8 +19,8 @@ from bame_cli.assembly import build
 from bame_cli.blueprint import Blueprint, blueprint, load_data
 from bame_cli.config import Config
 from bame_cli.errors import ConfigError
-from bame_cli.export import patterns_in, read_weights, verify_weights, write_weights
 from bame_cli.failure import said
+from bame_cli.formats.plain import patterns_in, read_weights, write_weights
 from bame_cli.methods import name_of
 from bame_cli.report import closing, layer_table, preface, result_of_run
 from bame_cli.training import log as logs
@@ -30,6 +30,7 @@ from bame_cli.training.distributed import Ranks, join
 from bame_cli.training.loop import Run, restore, train
 from bame_cli.training.precision import set_determinism
 from bame_cli.training.signals import Interrupted, Stopped, stop_signals
+from bame_cli.verify import verify_weights
 
 logger = logs.logger
 Place = tuple[Ranks, torch.device]

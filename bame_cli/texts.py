@@ -11,8 +11,11 @@ usage: bame <verb> [key=value ...]
   train    train a network: bame train model=resnet50 sparsity=1:16
   layers   which layers would be sparse, and why the others not: bame layers model=resnet50 sparsity=1:16
   flops    what methods would cost in training FLOPs: bame flops model=resnet50 dataset=imagenet sparsity=1:16
-  plot     how masks evolved in a run: bame plot masks run=<run folder>
-  verify   check every block of a saved network: bame verify <run folder or file.safetensors>
+  plot     how masks evolved, what weights look like: bame plot masks run=<run folder>
+  verify   check every block of a saved network: bame verify <run folder or file>
+  eval     top-1, top-5, loss and speed of a run, an export or a timm checkpoint: bame eval <run folder or file>
+  predict  the classes of pictures: bame predict <run folder or file> <pictures...>
+  export   a finished run as a file that others read: bame export <run folder> format=onnx
   bench    measure methods against dense training: bame bench model=resnet50 sparsity=1:16
 
   bame <verb> --help says what a verb takes.
@@ -48,20 +51,64 @@ Takes every option of `bame train`; lists need no -m. `÷ dense, grad_input dens
 hardware without transposable masks would. `flops.skip_first=true` leaves out the first layer's input gradient.
 """
 
-VERIFY = """bame verify <run folder or file.safetensors> [pattern=N:M] [format=text|json]
+VERIFY = """bame verify <run folder or file> [pattern=N:M] [convention=kept|zeros] [format=text|json]
 
-Checks every block of every sparse weight. Exit code 1 when one has more than N non-zeros, and says which.
+Checks every block of every sparse weight of a run, of a safetensors or ONNX file, ours or not. A line per weight: its
+pattern, its density, and the first block that has more than N non-zeros. Exit code 1 when there is one.
 A file of ours says itself which weights are sparse; `pattern` checks another file, or against another pattern: every
-weight of two or more dimensions whose inputs are a multiple of M, and that has zeros at all.
+weight of two or more dimensions whose inputs are a multiple of M, and that has zeros at all. `convention=zeros` reads
+that pattern as some papers and tools write it, N zeros of M: 3:4 is then our 1:4.
+"""
+
+EVAL = """bame eval <run folder, export or checkpoint> [dataset=...] [dataset.*=...] [model=...] [format=text|json]
+
+Top-1, top-5, loss and images a second on the validation images. A run and its exports say themselves which network they
+are and how its images are read; a run's own figures stand beside. A checkpoint of timm's needs model= and dataset=.
+Checkpoints are loaded safely: a pickle that holds more than tensors is refused.
+
+  bame eval outputs/digits/...                                  the run's final network, on the run's own data
+  bame eval net.onnx dataset.root=/data/imagenet                an export, on images that lie elsewhere
+  bame eval resnet18.pth model=resnet18 dataset=imagenet        a checkpoint
+
+Also takes device=, channels_last=, recipe.eval_batch_size= and, for a checkpoint, model.* as `bame train` does.
+"""
+
+PREDICT = """bame predict <run folder, export or checkpoint> <pictures...> [format=text|json]
+
+The five likeliest classes of each picture, with their probabilities. A picture is made grey or coloured, scaled and cut
+to the network's images as validation images are. A checkpoint of timm's needs model= and dataset=, and its classes are
+numbers.
+
+  bame predict outputs/image_folder/... cat.jpg dog.png
+"""
+
+EXPORT = """bame export <run folder> format=safetensors|onnx|semi_structured|compressed [out=...] [overwrite=true]
+
+Writes the final network of a finished run into <run folder>/export, or to `out`, reads it back, checks every block, and
+evaluates it on the run's validation images (verify=false leaves that out). Exit code 1 when a check does not hold.
+
+  safetensors       a folder that timm and the Hugging Face hub load: weights, config.json, a model card with the bill
+                    (license=apache-2.0 is what the card says)
+  onnx              float32, or float16 inside (float16=true); opset=18; any batch; scores compared with torch's
+  compressed        the values of every block and where they stand: the size on disk of an N:M network
+  semi_structured   2:4 alone: weights of linear layers as torch keeps them for sparse tensor cores, in float16
+
+  bame export outputs/digits/... format=onnx
+  bame export outputs/imagenet/... format=safetensors out=hub verify=false
+
+ONNX needs more packages: pip install 'bame-cli[onnx]'. Options of the evaluation may follow, dataset.root= above all.
 """
 
 PLOT = """bame plot masks run=<run folder> [out=file.png]
+bame plot weights run=<run folder or file> [layer=<name>] [out=file.png]
 
-How a run's masks evolved, for a run trained with log.masks_every=<steps>: the share of blocks whose mask changed, by
-layer and time; how many blocks changed how often; and which blocks of the most restless layer froze when.
+masks: how a run's masks evolved, for a run trained with log.masks_every=<steps>: the share of blocks whose mask
+changed, by layer and time; how many blocks changed how often; and which blocks of the most restless layer froze when.
+weights: one sparse weight of a finished run or an export, the largest unless named; dropped weights are grey.
 
   bame train log.masks_every=25 run.dir=here
   bame plot masks run=here
+  bame plot weights run=here layer=layer2.0.conv1
 """
 
 BENCH = """bame bench [key=value ...] [methods=a,b] [parts=...] [size=64] [batch=16] [rounds=7] [format=text|json]

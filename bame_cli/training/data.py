@@ -8,7 +8,7 @@ exactly the batches that it would have seen, however many workers there are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from bame_cli.errors import ConfigError, near_misses
 from bame_cli.training.arrays import ARRAYS, Arrays, synthetic
 from bame_cli.training.distributed import ALONE, Ranks
 from bame_cli.training.images import Batch, Look, Split, show
-from bame_cli.training.pictures import read_folders
+from bame_cli.training.pictures import read_folders, read_pictures
 from bame_cli.training.seeding import generator
 
 _FOLDERS = ("imagenet", "image_folder")
@@ -115,6 +115,23 @@ def load(
     read, about = ARRAYS[name]
     arrays = read(Path(root), download).hold_out(holdout).take(train_size, val_size)
     return _in_memory(arrays, look, device, about)
+
+
+def central_crop(name: str) -> float:
+    """The share of a picture's shorter side that validation looks at."""
+    return 7 / 8 if name in _FOLDERS else 1.0
+
+
+def show_pictures(
+    paths: Sequence[Path], name: str, *, look: Look, image_shape: tuple[int, int, int], device: torch.device | str
+) -> Tensor:
+    """A user's pictures as a network trained on this data set sees its validation images: one batch.
+
+    Raises ConfigError that names a file which is no picture.
+    """
+    channels, size, _ = image_shape
+    pixels = read_pictures(paths, size=size, grey=channels == 1, margin=name in _FOLDERS)
+    return show(pixels.to(device), replace(look, image_size=size))
 
 
 # --- data sets that sit in memory ---

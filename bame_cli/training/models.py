@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import urllib.parse
 import urllib.request
+import warnings as python_warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -117,17 +118,30 @@ def always_dense(model: nn.Module) -> dict[str, str]:
     return {name: why for why, names in named.items() for name in _as_tuple(names)}
 
 
-def load_weights(model: nn.Module, path: Path) -> list[str]:
-    """Load a checkpoint file into `model`; returns what the user should know.
+def timm_config(model: nn.Module) -> dict[str, Any]:
+    """What timm knows of a model that it built."""
+    config: dict[str, Any] = dict(getattr(model, "pretrained_cfg", None) or {})
+    return config
+
+
+def is_ours(name: str) -> bool:
+    """Whether timm knows this model only where this module is imported."""
+    return name.split(".")[0] in _OURS
+
+
+def load_weights(model: nn.Module, path: Path, key: str = "model.checkpoint=") -> list[str]:
+    """Load a checkpoint file into `model`; returns what the user should know. key: what errors call the path by.
 
     A classifier of another size is left freshly initialized. Raises ConfigError for anything else that does not fit.
     """
     if not path.is_file():
-        raise ConfigError(f"model.checkpoint={path}: no such file")
+        raise ConfigError(f"{key}{path}: no such file")
     try:
-        state = timm.models.load_state_dict(str(path), use_ema=False, device="cpu", weights_only=True)
+        with python_warnings.catch_warnings():
+            python_warnings.simplefilter("ignore")  # of an old pickle: it is read safely or not at all
+            state = timm.models.load_state_dict(str(path), use_ema=False, device="cpu", weights_only=True)
     except Exception as error:
-        raise ConfigError(f"model.checkpoint={path} is no checkpoint we can read: {_first_line(error)}") from error
+        raise ConfigError(f"{key}{path} is no checkpoint we can read: {_first_line(error)}") from error
     own = model.state_dict()
     heads = tuple(f"{name}." for name, why in always_dense(model).items() if why == "classifier")
     replaced = [k for k, v in state.items() if k.startswith(heads) and k in own and v.shape != own[k].shape]
@@ -136,7 +150,7 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
     wrong += [k for k in own if k not in state and k not in replaced]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ConfigError(f"model.checkpoint={path} does not fit this model: {', '.join(wrong[:3])}{more}")
+        raise ConfigError(f"{key}{path} does not fit this model: {', '.join(wrong[:3])}{more}")
     model.load_state_dict(state, strict=False)
     return [f"classifier {', '.join(replaced)} has another size: initialized anew"] if replaced else []
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torchvision
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
@@ -83,8 +84,7 @@ class Folder:
         yield from self._read(_turn(*steps), mine.tolist(), (seed, epoch))
 
     def eval_batches(self, batch_size: int, *, ranks: Ranks = ALONE) -> Iterator[Batch]:
-        # Eight sevenths of the crop: 256 for 224, as ImageNet networks are evaluated.
-        turn = _turn(transforms.Resize(round(self.size * 8 / 7)), transforms.CenterCrop(self.size))
+        turn = _turn(*_central(self.size, margin=True))
         batches = [list(range(i, min(i + batch_size, len(self)))) for i in range(0, len(self), batch_size)]
         yield from self._read(turn, batches[ranks.rank :: ranks.world], (0, 0))
 
@@ -118,6 +118,24 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 
 def _turn(*steps: Any) -> Turn:
     return transforms.Compose([*steps, transforms.PILToTensor()])
+
+
+def _central(size: int, *, margin: bool) -> list[Any]:
+    """The central square. margin: cut from eight sevenths of it, 256 for 224, as ImageNet networks are evaluated."""
+    return [transforms.Resize(round(size * 8 / 7) if margin else size), transforms.CenterCrop(size)]
+
+
+def read_pictures(paths: Sequence[Path], *, size: int, grey: bool, margin: bool) -> Tensor:
+    """Files as uint8 images (count, channels, size, size). Raises ConfigError that names one which is no picture."""
+    turn, made = _turn(*_central(size, margin=margin)), []
+    for path in paths:
+        try:
+            with Image.open(path) as picture:
+                made.append(turn(picture.convert("L" if grey else "RGB")))
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            said = "no such file" if isinstance(error, FileNotFoundError) else str(error).splitlines()[0]
+            raise ConfigError(f"{path} cannot be read as a picture ({said})") from error
+    return torch.stack(made)
 
 
 def default_workers() -> int:
