@@ -6,13 +6,13 @@ import errno
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from bame_cli import __version__, texts
 from bame_cli.errors import ConfigError, near_misses
+from bame_cli.words import demand_one_of, one_name, positive, split, yes
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -56,23 +56,9 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
-    """Hand the words to Hydra, which composes each job and calls `_job`."""
-    from bame_cli import compose
+    from bame_cli import sweeps
 
-    compose.demand_assignments(words)
-    multirun = any(word in ("-m", "--multirun") for word in words)
-    if multirun and any(word in ("--cfg", "-c") for word in words):
-        raise ConfigError("--cfg shows the configuration of one job: leave out -m, and name one value for each key")
-    root = next((word.partition("=")[2] for word in reversed(words) if word.startswith("run.root=")), "outputs")
-    sweep = Path(root, "sweeps", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}").absolute()
-    os.environ["BAME_SWEEP"] = str(sweep)
-    _outcomes.clear()
-    if _follows():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 for as long as the process lives
-    compose.run_jobs(words, _job)
-    if not multirun or _follows():
-        return max((outcome["code"] for outcome in _outcomes), default=0)
-    return _sweep_summary([json.loads(path.read_text()) for path in sorted(sweep.glob("jobs/*.json"))], sweep)
+    return sweeps.train(words)
 
 
 def _follows() -> bool:
@@ -80,58 +66,12 @@ def _follows() -> bool:
     return int(os.environ.get("RANK", 0)) > 0
 
 
-_outcomes: list[dict[str, Any]] = []
-
-
-def _job(node: Any) -> float:
-    """One training run, in whatever process the launcher runs it; returns what a search maximizes."""
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
-    hydra = HydraConfig.get()
-    words = [word.replace("\\", "") for word in hydra.overrides.task]
-    record: dict[str, Any] = {"overrides": words, "code": 0, "error": ""}
-    try:
-        from bame_cli import config, run
-
-        outcome = run.run(config.from_hydra(node), config.to_yaml(node))
-        record |= {"code": outcome.code, "folder": str(outcome.folder), "status": outcome.result["status"]}
-        record |= {"error": outcome.result.get("error", ""), "top1": outcome.result.get("top1")}
-    except ConfigError as error:
-        if not _follows():
-            print(f"bame: {error}", file=sys.stderr)
-        record |= {"code": 2, "status": "refused", "error": str(error)}
-    if hydra.mode == RunMode.RUN or _follows():
-        _outcomes.append(record)
-        if record["code"] == 1:
-            print(f"bame: {record['status']}: {record['error']}", file=sys.stderr)
-    else:
-        jobs = Path(hydra.sweep.dir, "jobs")
-        jobs.mkdir(parents=True, exist_ok=True)
-        (jobs / f"{hydra.job.num:04d}.json").write_text(json.dumps(record))
-    if record["code"] > 2:  # interrupted: whatever else the sweep would start must not start
-        raise SystemExit(record["code"])
-    return float(record.get("top1") or 0.0)
-
-
-def _sweep_summary(records: list[dict[str, Any]], sweep: Path) -> int:
-    """A line per job; 1 when any failed."""
-    print(f"sweep of {len(records)} jobs ({sweep}):")
-    for record in records:
-        top1 = f"top-1 {record['top1']:6.2f} %" if record.get("top1") is not None else " " * 14
-        print(f"  {record['status']:<12}{top1}  {' '.join(record['overrides'])}  {record['error']}".rstrip())
-    failed = [record for record in records if record["code"]]
-    for record in failed:
-        print(f"bame: {record['status']}: {' '.join(record['overrides'])}: {record['error']}", file=sys.stderr)
-    return 1 if failed else 0
-
-
 # --- verbs that compose options without training ---
 
 
 def _layers(words: list[str]) -> int:
-    own, words = _split(words, {"format": "text"})
-    _demand_format(own["format"])
+    own, words = split(words, {"format": "text"})
+    demand_one_of(("text", "json"), format=own["format"])
     from bame_cli import blueprint, compose, report
 
     plans = [blueprint.blueprint(config, blueprint.known_facts(config)) for config in compose.configs(words)]
@@ -144,9 +84,8 @@ def _layers(words: list[str]) -> int:
 
 
 def _flops(words: list[str]) -> int:
-    own, words = _split(words, {"format": "text", "run": "", "per_layer": "false", "plot": ""})
-    if own["format"] not in ("text", "md", "csv", "json"):
-        raise ConfigError(f"format={own['format']}: text, md, csv or json")
+    own, words = split(words, {"format": "text", "run": "", "per_layer": "false", "plot": ""})
+    demand_one_of(("text", "md", "csv", "json"), format=own["format"])
     from bame_cli import compose, costs
 
     if own["run"]:
@@ -156,9 +95,7 @@ def _flops(words: list[str]) -> int:
         return 0
     one = any(word.startswith(("method=", "method.")) for word in words)
     configs = compose.configs(words if one else [*words, f"method={','.join(_compared())}"])
-    if own["per_layer"] not in ("true", "false"):
-        raise ConfigError(f"per_layer={own['per_layer']}: true or false")
-    if own["per_layer"] == "true":
+    if yes("per_layer", own["per_layer"]):
         if len(configs) > 1:
             raise ConfigError("per_layer=true shows one method at one pattern: name them, method=bame sparsity=2:4")
         print(costs.show(costs.per_layer(configs[0]), own["format"]))
@@ -184,9 +121,9 @@ def _bench(words: list[str]) -> int:
     from bame_cli import bench, compose
     from bame_cli.training.distributed import join
 
-    own, words = _split(words, {"format": "text", "methods": bench.METHODS, "size": "64", "batch": "16", "rounds": "7"})
-    _demand_format(own["format"])
-    numbers = {key: _number(key, own[key]) for key in ("size", "batch", "rounds")}
+    own, words = split(words, {"format": "text", "methods": bench.METHODS, "size": "64", "batch": "16", "rounds": "7"})
+    demand_one_of(("text", "json"), format=own["format"])
+    numbers = {key: positive(key, own[key]) for key in ("size", "batch", "rounds")}
     methods = own["methods"].split(",")
     dense, *chosen = (compose.configs([*words, f"method={name}"])[0] for name in ("dense", *methods))
     rows = bench.measure(dense, dict(zip(methods, chosen, strict=True)), **numbers, device=join(dense.device)[1])
@@ -195,7 +132,7 @@ def _bench(words: list[str]) -> int:
 
 
 def _plot(words: list[str]) -> int:
-    own, rest = _split(words, {"run": "", "out": ""})
+    own, rest = split(words, {"run": "", "out": ""})
     if rest != ["masks"] or not own["run"]:
         raise ConfigError("bame plot masks run=<run folder> [out=file.png]")
     from bame_cli import evolution, plots
@@ -211,8 +148,8 @@ def _plot(words: list[str]) -> int:
 
 
 def _verify(words: list[str]) -> int:
-    own, rest = _split(words, {"format": "text", "pattern": ""})
-    _demand_format(own["format"])
+    own, rest = split(words, {"format": "text", "pattern": ""})
+    demand_one_of(("text", "json"), format=own["format"])
     if len(rest) != 1 or "=" in rest[0]:
         raise ConfigError("bame verify takes one run folder or file: bame verify outputs/... [pattern=2:4]")
     from bame_cli import export
@@ -222,33 +159,27 @@ def _verify(words: list[str]) -> int:
     return 0 if all(row["ok"] for row in rows) else 1
 
 
-def _split(words: list[str], own: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The verb's own key=value words (with defaults), and the rest."""
-    mine, rest = dict(own), []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if equals and key in own:
-            mine[key] = value
-        else:
-            rest.append(word)
-    return mine, rest
+def _table(words: list[str]) -> int:
+    own, rest = split(words, {"scale": "paper", "format": "text", "strict": "false", "root": "outputs", "out": ""})
+    name = one_name(rest, "bame table <name> [scale=paper|small|smoke] [format=md] [strict=true] [out=file]")
+    from bame_cli import studies, tables
 
-
-def _demand_format(value: str) -> None:
-    if value not in ("text", "json"):
-        raise ConfigError(f"format={value}: text or json")
-
-
-def _number(key: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{key}={text}: a whole number from 1")
-    return int(text)
+    demand_one_of(tables.FORMATS, format=own["format"])
+    strict, study = yes("strict", own["strict"]), studies.read(name, own["scale"], Path(own["root"]))
+    shown, missing = tables.show(study, own["format"]), tables.unfinished(study)
+    if own["out"]:
+        Path(own["out"]).write_text(shown + "\n")
+    print(own["out"] or shown)
+    if missing and strict:
+        print(f"bame: {len(missing)} of {len(study.jobs)} runs are not finished", file=sys.stderr)
+    return 1 if missing and strict else 0
 
 
 VERBS: dict[str, tuple[Callable[[list[str]], int], str | Callable[[], str]]] = {
     "train": (_train, texts.train),
     "layers": (_layers, texts.LAYERS),
     "flops": (_flops, texts.FLOPS),
+    "table": (_table, texts.TABLE),
     "plot": (_plot, texts.PLOT),
     "verify": (_verify, texts.VERIFY),
     "bench": (_bench, texts.BENCH),

@@ -11,6 +11,7 @@ usage: bame <verb> [key=value ...]
   train    train a network: bame train model=resnet50 sparsity=1:16
   layers   which layers would be sparse, and why the others not: bame layers model=resnet50 sparsity=1:16
   flops    what methods would cost in training FLOPs: bame flops model=resnet50 dataset=imagenet sparsity=1:16
+  table    what a table's runs came to, beside published figures: bame table methods_small scale=smoke
   plot     how masks evolved in a run: bame plot masks run=<run folder>
   verify   check every block of a saved network: bame verify <run folder or file.safetensors>
   bench    measure methods against dense training: bame bench model=resnet50 sparsity=1:16
@@ -53,6 +54,20 @@ VERIFY = """bame verify <run folder or file.safetensors> [pattern=N:M] [format=t
 Checks every block of every sparse weight. Exit code 1 when one has more than N non-zeros, and says which.
 A file of ours says itself which weights are sparse; `pattern` checks another file, or against another pattern: every
 weight of two or more dimensions whose inputs are a multiple of M, and that has zeros at all.
+"""
+
+TABLE = """bame table <name> [scale=paper|small|smoke] [format=text|md|latex|csv|json] [strict=true] [root=] [out=file]
+
+What the runs of a table came to: top-1 as mean ± standard deviation (runs), training and inference FLOPs against dense,
+beside published figures with their sources. Reads result.json files only; the same runs give the same bytes.
+
+  bame train +table=methods_small scale=smoke         makes the runs: finishes them, or finds them finished
+  bame table methods_small scale=smoke format=md
+  bame table imagenet_resnet50 format=latex out=table.tex
+
+Tables: see conf/table/, or the path of a file of your own like those. The difference to a published figure is taken at
+scale=paper alone. Runs of different recipes never share a line. Runs that failed, diverged or are missing are listed;
+strict=true leaves with exit code 1 when there are any.
 """
 
 PLOT = """bame plot masks run=<run folder> [out=file.png]

@@ -46,6 +46,21 @@ ROOMS = {
         "sparsity",
         "errors",
     },
+    "words": {"errors"},
+    "studies": {"folder", "errors"},
+    "tables": {"studies"},
+    "planning": {
+        "compose",
+        "studies",
+        "address",
+        "report",
+        "blueprint",
+        "folder",
+        "config",
+        "methods",
+        "errors",
+    },
+    "sweeps": {"compose", "planning", "run", "folder", "config", "words", "errors"},
     "bench": {"blueprint", "config", "methods", "training", "sparsity", "errors"},
 }
 DOORS = {
@@ -57,8 +72,8 @@ DOORS = {
     "tqdm": {"training.log"},
     "safetensors": {"export"},
     "matplotlib": {"plots"},
-    "hydra": {"cli", "compose", "registration"},
-    "omegaconf": {"compose", "config", "registration"},
+    "hydra": {"sweeps", "compose", "registration"},
+    "omegaconf": {"compose", "config", "registration", "studies"},
 }
 
 
