@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -175,11 +176,31 @@ def _table(words: list[str]) -> int:
     return 1 if missing and strict else 0
 
 
+def _runs(words: list[str]) -> int:
+    from bame_cli import runs
+
+    own, rest = split(words, {"root": "outputs", "format": "text", **dict.fromkeys(runs.FILTERS, "")})
+    demand_one_of(("text", "json"), format=own["format"])
+    if rest[:1] == ["diff"]:
+        if len(rest) != 3:
+            raise ConfigError("bame runs diff takes two run folders")
+        print(runs.show_differences(Path(rest[1]), Path(rest[2]), own["format"]))
+        return 0
+    if rest:
+        raise ConfigError(
+            f"{rest[0]} has no place here{near_misses(rest[0].partition('=')[0], own)} (bame runs --help)"
+        )
+    wanted = {key: own[key] for key in runs.FILTERS if own[key]}
+    print(runs.show(runs.matching(runs.find(Path(own["root"])), wanted), own["format"], time.time()))
+    return 0
+
+
 VERBS: dict[str, tuple[Callable[[list[str]], int], str | Callable[[], str]]] = {
     "train": (_train, texts.train),
     "layers": (_layers, texts.LAYERS),
     "flops": (_flops, texts.FLOPS),
     "table": (_table, texts.TABLE),
+    "runs": (_runs, texts.RUNS),
     "plot": (_plot, texts.PLOT),
     "verify": (_verify, texts.VERIFY),
     "bench": (_bench, texts.BENCH),

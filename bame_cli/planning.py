@@ -47,11 +47,11 @@ class Planned:
         target = self.config.target
         return made | {"pattern": str(target) if target else None, "seed": self.config.seed}
 
-    def record(self) -> dict[str, Any]:
-        """How a job ended that never ran."""
-        if self.error:
-            return {"overrides": self.said, "code": 2, "status": "refused", "error": self.error}
-        return {"overrides": self.said, "code": 1, "status": "lost", "error": "its process left no record"}
+    def record(self, status: str) -> dict[str, Any]:
+        """How a job ended that left no record: it was refused, or `lost` with its process, or `not started`."""
+        said = {"overrides": self.said, "code": 2 if self.error else int(status == "lost")}
+        reason = "its process ended without a word" if status == "lost" else ""
+        return said | {"status": "refused" if self.error else status, "error": self.error or reason}
 
 
 class Plan:

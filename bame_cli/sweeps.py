@@ -75,17 +75,22 @@ def _sweep(plan: planning.Plan, sweep: Path, words: Sequence[str]) -> int:
         plan.demand_some()
         started[:] = [job for job in plan.jobs if not job.error]
         if not follows():
-            _write_manifest(sweep, command, plan.jobs, {})
+            _write_manifest(sweep, command, plan.jobs, [job.record("not started") for job in plan.jobs])
             plan.write_table(command)
         return plan.chosen()
 
+    ended = "not started"  # the sweep was interrupted
     try:
         compose.run_listed(plan.flags, _job, plan.words, begin)
+        ended = "lost"
     finally:
-        outcomes = {id(job): record for job, record in zip(started, _records(sweep, len(started)), strict=True)}
+        made = dict(zip(map(id, started), _records(sweep, len(started)), strict=True))
+        records = [made.get(id(job)) or job.record(ended) for job in plan.jobs]
         if started and not follows():
-            _write_manifest(sweep, command, plan.jobs, outcomes)
-    return 0 if follows() else _summary([outcomes.get(id(job)) or job.record() for job in plan.jobs], sweep)
+            _write_manifest(sweep, command, plan.jobs, records)
+    if follows():
+        return max((outcome["code"] for outcome in _outcomes), default=0)
+    return _summary(records, sweep)
 
 
 def _search(words: list[str], sweep: Path, *, refuse: bool) -> int:
@@ -152,16 +157,14 @@ def _load(path: Path) -> Record:
 
 
 def _records(sweep: Path, count: int) -> list[Record | None]:
-    """The jobs' own records; of one that left none, that it was started and lost, or never started."""
+    """The jobs' own records; None for one that left none."""
     paths = [sweep / "jobs" / f"{number:04d}.json" for number in range(count)]
     return [_load(path) if path.is_file() else None for path in paths]
 
 
-def _write_manifest(
-    sweep: Path, command: str, jobs: Sequence[planning.Planned], outcomes: dict[int, Record | None]
-) -> None:
+def _write_manifest(sweep: Path, command: str, jobs: Sequence[planning.Planned], records: Sequence[Record]) -> None:
     """What the sweep consists of, and how far each job is."""
-    rows = [job.entry() | (outcomes.get(id(job)) or job.record()) for job in jobs]
+    rows = [job.entry() | record for job, record in zip(jobs, records, strict=True)]
     sweep.mkdir(parents=True, exist_ok=True)
     folders.write(sweep / "manifest.json", json.dumps({"command": command, "jobs": rows}, indent=1) + "\n")
 

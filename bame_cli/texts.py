@@ -12,6 +12,7 @@ usage: bame <verb> [key=value ...]
   layers   which layers would be sparse, and why the others not: bame layers model=resnet50 sparsity=1:16
   flops    what methods would cost in training FLOPs: bame flops model=resnet50 dataset=imagenet sparsity=1:16
   table    what a table's runs came to, beside published figures: bame table methods_small scale=smoke
+  runs     what is in outputs/, and what sets two runs apart: bame runs status=failed
   plot     how masks evolved in a run: bame plot masks run=<run folder>
   verify   check every block of a saved network: bame verify <run folder or file.safetensors>
   bench    measure methods against dense training: bame bench model=resnet50 sparsity=1:16
@@ -68,6 +69,14 @@ beside published figures with their sources. Reads result.json files only; the s
 Tables: see conf/table/, or the path of a file of your own like those. The difference to a published figure is taken at
 scale=paper alone. Runs of different recipes never share a line. Runs that failed, diverged or are missing are listed;
 strict=true leaves with exit code 1 when there are any.
+"""
+
+RUNS = """bame runs [root=outputs] [status=] [method=] [dataset=] [model=] [pattern=] [seed=] [format=text|json]
+bame runs diff <run folder> <run folder> [format=text|json]
+
+Every run below a folder: status, whether the same command would go on with it, top-1, training FLOPs against dense, how
+long ago it last wrote. A filter takes several values: status=failed,diverged; status=resumable is one too.
+`diff` shows the options in which two runs differ.
 """
 
 PLOT = """bame plot masks run=<run folder> [out=file.png]

@@ -49,6 +49,7 @@ ROOMS = {
     "words": {"errors"},
     "studies": {"folder", "errors"},
     "tables": {"studies"},
+    "runs": {"studies", "errors"},
     "planning": {
         "compose",
         "studies",
@@ -73,7 +74,7 @@ DOORS = {
     "safetensors": {"export"},
     "matplotlib": {"plots"},
     "hydra": {"sweeps", "compose", "registration"},
-    "omegaconf": {"compose", "config", "registration", "studies"},
+    "omegaconf": {"compose", "config", "registration", "studies", "runs"},
 }
 
 
