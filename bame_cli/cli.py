@@ -133,18 +133,30 @@ def _bench(words: list[str]) -> int:
 
 
 def _plot(words: list[str]) -> int:
-    own, rest = split(words, {"run": "", "out": ""})
-    if rest != ["masks"] or not own["run"]:
+    own, rest = split(words, {"run": "", "out": "", "scale": "paper", "root": "outputs"})
+    name = one_name(rest, "bame plot <table> [scale=] [out=folder], or bame plot masks run=<run folder> [out=file.png]")
+    if name == "masks":
+        return _plot_masks(Path(own["run"]) if own["run"] else None, own["out"])
+    from bame_cli import pictures, studies
+
+    study = studies.read(name, own["scale"], Path(own["root"]))
+    folder = Path(
+        own["out"] or studies.manifest_path(Path(own["root"]), study.table.name, own["scale"]).with_suffix("")
+    )
+    print(*pictures.draw(study, folder), sep="\n")
+    return 0
+
+
+def _plot_masks(run: Path | None, out: str) -> int:
+    if run is None:
         raise ConfigError("bame plot masks run=<run folder> [out=file.png]")
     from bame_cli import evolution, plots
 
-    run = Path(own["run"])
-    out = Path(own["out"]) if own["out"] else run / "plots" / "masks.png"
-    seen = evolution.read(run)
-    if not own["out"]:
-        out.parent.mkdir(exist_ok=True)
-    plots.masks(seen, out)
-    print(out)
+    seen, path = evolution.read(run), Path(out) if out else run / "plots" / "masks.png"
+    if not out:
+        path.parent.mkdir(exist_ok=True)
+    plots.masks(seen, path)
+    print(path)
     return 0
 
 
@@ -163,17 +175,30 @@ def _verify(words: list[str]) -> int:
 def _table(words: list[str]) -> int:
     own, rest = split(words, {"scale": "paper", "format": "text", "strict": "false", "root": "outputs", "out": ""})
     name = one_name(rest, "bame table <name> [scale=paper|small|smoke] [format=md] [strict=true] [out=file]")
-    from bame_cli import studies, tables
+    from bame_cli import formats, studies, tables
 
-    demand_one_of(tables.FORMATS, format=own["format"])
+    demand_one_of(formats.FORMATS, format=own["format"])
     strict, study = yes("strict", own["strict"]), studies.read(name, own["scale"], Path(own["root"]))
-    shown, missing = tables.show(study, own["format"]), tables.unfinished(study)
+    shown, missing = formats.show(study, own["format"]), tables.unfinished(study)
     if own["out"]:
         Path(own["out"]).write_text(shown + "\n")
     print(own["out"] or shown)
     if missing and strict:
         print(f"bame: {len(missing)} of {len(study.jobs)} runs are not finished", file=sys.stderr)
     return 1 if missing and strict else 0
+
+
+def _report(words: list[str]) -> int:
+    own, rest = split(words, {"scale": "paper", "root": "outputs", "out": ""})
+    name = one_name(rest, "bame report <table> [scale=] [root=outputs] [out=file.html]")
+    from bame_cli import page, studies
+
+    study = studies.read(name, own["scale"], Path(own["root"]))
+    beside = studies.manifest_path(Path(own["root"]), study.table.name, own["scale"])
+    out = Path(own["out"] or beside.with_suffix(".html"))
+    out.write_text(page.page(study, beside.with_suffix("")))
+    print(out)
+    return 0
 
 
 def _runs(words: list[str]) -> int:
@@ -200,6 +225,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str | Callable[[], str]]] = {
     "layers": (_layers, texts.LAYERS),
     "flops": (_flops, texts.FLOPS),
     "table": (_table, texts.TABLE),
+    "report": (_report, texts.REPORT),
     "runs": (_runs, texts.RUNS),
     "plot": (_plot, texts.PLOT),
     "verify": (_verify, texts.VERIFY),

@@ -1,18 +1,11 @@
-"""`bame table`: what a study's runs came to, beside published figures. Reads result.json files. No torch, no Hydra."""
+"""What a study's runs came to, beside published figures: the lines of its table. No torch, no Hydra."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import mean, stdev
-from typing import Any
 
 from bame_cli.studies import Job, Published, Study
-
-FORMATS = ("text", "md", "latex", "csv", "json")
 
 
 @dataclass(frozen=True)
@@ -76,9 +69,10 @@ class Line:
 
 
 def lines(study: Study) -> list[Line]:
-    """The study's cells in the order of its file, then the published figures of rows that are not run here."""
+    """The study's cells, a network after the other, then the published figures of rows that are not run here."""
     cells: dict[tuple[str, str, str | None, str], list[Job]] = {}
-    for job in study.jobs:
+    models = list(dict.fromkeys(job.model for job in study.jobs))
+    for job in sorted(study.jobs, key=lambda job: models.index(job.model)):
         cells.setdefault((job.row, job.model, job.pattern, job.group), []).append(job)
     labels = _labels(cells)
     table, made = study.table, list[Line]()
@@ -106,193 +100,3 @@ def _labels(cells: dict[tuple[str, str, str | None, str], list[Job]]) -> dict[tu
 def unfinished(study: Study) -> list[Job]:
     """The runs that do not count."""
     return [job for job in study.jobs if not job.finished]
-
-
-# --- as text ---
-
-
-def show(study: Study, how: str) -> str:
-    """The table as text, md, latex, csv or json; the same bytes for the same runs. CSV and JSON do not round."""
-    made = lines(study)
-    if how == "json":
-        return json.dumps(_document(study, made), indent=1, ensure_ascii=False)
-    if how == "csv":
-        return _csv([_record(line) for line in made])
-    head, *rows = cells(made)
-    sources = _sources(made)
-    if how == "latex":
-        return _latex(study, head, rows, sources)
-    notes = [study.table.note, *sources, *(_plain(job) for job in unfinished(study))]
-    if how == "md":
-        escaped = [*map(_md, filter(None, notes))]
-        table = "\n".join([_md_row(head), f"|{'---|' * len(head)}", *map(_md_row, rows)])
-        parts = [f"**{_md(study.table.title)}**, scale={study.table.scale}: `{study.command}`", table]
-        return "\n\n".join([*parts, *(["\n".join(f"- {note}" for note in escaped)] if escaped else [])])
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    body = "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows))
-    return "\n\n".join(
-        [f"{study.table.title}, scale={study.table.scale}: {study.command}", body, "\n".join(filter(None, notes))]
-    ).rstrip()
-
-
-def cells(made: list[Line]) -> list[list[str]]:
-    """Head and rows of the table for the eye. A column that would be empty throughout is left out."""
-    numbers = _numbered(made)
-    columns = {
-        "model": [line.model for line in made],
-        "method": [line.row for line in made],
-        "pattern": [line.pattern or "" for line in made],
-        "top-1 %": [_accuracy(line) for line in made],
-        "train ÷ dense": [_ratio(line.bill("train_ratio")) for line in made],
-        "with dense grad_input": [_ratio(line.bill("train_ratio_dense_grad_input")) for line in made],
-        "with inherited": [_ratio(line.inherited_ratio) for line in made]
-        if any(line.inherited_ratio != line.bill("train_ratio") for line in made)
-        else [],
-        "inference ÷ dense": [_ratio(line.bill("inference_ratio")) for line in made],
-        "published": [
-            f"{line.published.top1:.2f} [{numbers[line.published.source]}]" if line.published else "" for line in made
-        ],
-        "difference": ["" if line.difference is None else f"{line.difference:+.2f}" for line in made],
-        "not finished": [line.state for line in made],
-    }
-    kept = {name: values for name, values in columns.items() if any(values)}
-    return [list(kept), *(list(row) for row in zip(*kept.values(), strict=True))]
-
-
-def _accuracy(line: Line) -> str:
-    if not line.jobs:
-        return ""
-    if line.mean is None:
-        return f"- (0 of {len(line.jobs)})"
-    spread = "" if line.std is None else f" ± {line.std:.2f}"
-    all_of = len(line.finished) == len(line.jobs)
-    return f"{line.mean:.2f}{spread} ({len(line.finished)}{'' if all_of else f' of {len(line.jobs)}'})"
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
-def _numbered(made: Iterable[Line]) -> dict[str, int]:
-    sources = dict.fromkeys(line.published.source for line in made if line.published)
-    return {source: number for number, source in enumerate(sources, 1)}
-
-
-def _sources(made: Iterable[Line]) -> list[str]:
-    return [f"[{number}] {source}" for source, number in _numbered(made).items()]
-
-
-def _plain(job: Job) -> str:
-    reason = f": {job.error}" if job.error else ""
-    return f"{job.status}: {job.row}: {job.command}{reason}"
-
-
-# --- formats ---
-
-
-def _md_row(row: list[str]) -> str:
-    return f"| {' | '.join(map(_md, row))} |"
-
-
-def _md(text: str) -> str:
-    for mark in "\\`*_{}[]<>|#~":
-        text = text.replace(mark, f"\\{mark}")
-    return text.replace("\n", " ")
-
-
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "÷": r"$\div$",
-    "<": r"$<$",
-    ">": r"$>$",
-}
-
-
-def _tex(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in text).replace("\n", " ")
-
-
-def _latex(study: Study, head: list[str], rows: list[list[str]], sources: list[str]) -> str:
-    """A tabular for booktabs; sources and runs that do not count follow as comments' opposite: a visible note."""
-    notes = [study.table.note, *sources, *(_plain(job) for job in unfinished(study))]
-    body = [f"  {' & '.join(map(_tex, row))} \\\\" for row in rows]
-    return "\n".join(
-        [
-            f"% {study.table.title}, scale={study.table.scale}: {study.command}",
-            r"% needs \usepackage{booktabs}",
-            rf"\begin{{tabular}}{{{'l' * len(head)}}}",
-            r"  \toprule",
-            f"  {' & '.join(map(_tex, head))} \\\\",
-            r"  \midrule",
-            *body,
-            r"  \bottomrule",
-            r"\end{tabular}",
-            *(rf"\par {_tex(note)}" for note in notes if note),
-        ]
-    )
-
-
-def _record(line: Line) -> dict[str, Any]:
-    published = line.published
-    return {
-        "model": line.model or None,
-        "method": line.row,
-        "pattern": line.pattern,
-        "top1_mean": line.mean,
-        "top1_std": line.std,
-        "finished": len(line.finished),
-        "runs": len(line.jobs),
-        "train_ratio": line.bill("train_ratio"),
-        "train_ratio_dense_grad_input": line.bill("train_ratio_dense_grad_input"),
-        "train_ratio_inherited": line.inherited_ratio,
-        "inference_ratio": line.bill("inference_ratio"),
-        "published_top1": published.top1 if published else None,
-        "published_source": published.source if published else None,
-        "difference": line.difference,
-        "not_finished": line.state or None,
-    }
-
-
-def _csv(records: list[dict[str, Any]]) -> str:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return out.getvalue().rstrip("\n")
-
-
-def _document(study: Study, made: list[Line]) -> dict[str, Any]:
-    table = study.table
-    return {
-        "table": table.name,
-        "scale": table.scale,
-        "title": table.title,
-        "note": table.note or None,
-        "command": study.command,
-        "rows": [
-            _record(line)
-            | {"group": line.jobs[0].group if line.jobs else None}
-            | {"seeds": [job.seed for job in line.finished], "top1": line.top1}
-            for line in made
-        ],
-        "not_finished": [
-            {
-                "row": job.row,
-                "status": job.status,
-                "error": job.error,
-                "command": job.command,
-                "folder": str(job.folder),
-            }
-            for job in unfinished(study)
-        ],
-    }

@@ -13,7 +13,8 @@ usage: bame <verb> [key=value ...]
   flops    what methods would cost in training FLOPs: bame flops model=resnet50 dataset=imagenet sparsity=1:16
   table    what a table's runs came to, beside published figures: bame table methods_small scale=smoke
   runs     what is in outputs/, and what sets two runs apart: bame runs status=failed
-  plot     how masks evolved in a run: bame plot masks run=<run folder>
+  report   a table as one HTML page: its pictures, every run's configuration: bame report methods_small scale=smoke
+  plot     a table's pictures, or how masks evolved in a run: bame plot methods_small, bame plot masks run=<run folder>
   verify   check every block of a saved network: bame verify <run folder or file.safetensors>
   bench    measure methods against dense training: bame bench model=resnet50 sparsity=1:16
 
@@ -71,6 +72,15 @@ scale=paper alone. Runs of different recipes never share a line. Runs that faile
 strict=true leaves with exit code 1 when there are any.
 """
 
+REPORT = """bame report <table> [scale=paper|small|smoke] [root=outputs] [out=file.html]
+
+One page that opens without a network: the table (a click on a head sorts it), what is not finished, the pictures, every
+run's configuration, result and curve, and the environments they were computed in. Beside the table's manifest, unless
+`out` names another file.
+
+  bame report methods_small scale=smoke
+"""
+
 RUNS = """bame runs [root=outputs] [status=] [method=] [dataset=] [model=] [pattern=] [seed=] [format=text|json]
 bame runs diff <run folder> <run folder> [format=text|json]
 
@@ -79,7 +89,13 @@ long ago it last wrote. A filter takes several values: status=failed,diverged; s
 `diff` shows the options in which two runs differ.
 """
 
-PLOT = """bame plot masks run=<run folder> [out=file.png]
+PLOT = """bame plot <table> [scale=paper|small|smoke] [root=outputs] [out=folder]
+bame plot masks run=<run folder> [out=file.png]
+
+Of a table: top-1 against training FLOPs (Pareto front, error bars over seeds), top-1 against density, and training by
+FLOPs instead of epochs; PNG and SVG, beside the table's manifest unless `out` names another folder.
+
+  bame plot methods_small scale=smoke
 
 How a run's masks evolved, for a run trained with log.masks_every=<steps>: the share of blocks whose mask changed, by
 layer and time; how many blocks changed how often; and which blocks of the most restless layer froze when.

@@ -50,6 +50,9 @@ ROOMS = {
     "studies": {"folder", "errors"},
     "tables": {"studies"},
     "runs": {"studies", "errors"},
+    "formats": {"tables", "studies"},
+    "page": {"pictures", "formats", "tables", "studies"},
+    "pictures": {"plots", "studies", "tables", "errors"},
     "planning": {
         "compose",
         "studies",

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from study_bed import study
 
-from bame_cli import cli, compose, planning, studies, tables
+from bame_cli import cli, compose, formats, planning, studies
 from bame_cli.errors import ConfigError
 
 NAMES = studies.known("table")
@@ -76,29 +77,6 @@ def test_what_is_of_a_method_is_not_crossed_with_others():
 
 
 # --- what a table says: made-up runs ---
-
-
-def study(name="imagenet_resnet50", scale="paper", seeds=(0, 1), **changed) -> Path:
-    """A manifest with runs of SR-STE and BAME at 1:16; `changed`: digest -> what its result says instead."""
-    jobs = []
-    for row, method in (("SR-STE", "srste"), ("BAME", "bame")):
-        for seed in seeds:
-            digest = f"{method}{seed}"
-            jobs.append({"row": row, "overrides": [f"method={method}", "sparsity=1:16", f"seed={seed}"]})
-            jobs[-1] |= {"folder": f"runs/{digest}", "digest": digest, "group": f"group-{method}", "seed": seed}
-            jobs[-1] |= {"model": "resnet50", "dataset": "imagenet", "method": method, "pattern": "1:16"}
-            flops = {"train": 40, "train_dense": 100, "train_ratio": 0.4, "train_ratio_dense_grad_input": 0.6}
-            flops |= {"inference_ratio": 0.09, "inherited": 0}
-            result = {"status": "finished", "top1": 71.0 + seed, "flops": flops}
-            if (said := changed.get(digest, {})) is not None:
-                place = Path("outputs", "runs", digest)
-                place.mkdir(parents=True)
-                (place / "digest").write_text(said.pop("digest", digest))
-                (place / "result.json").write_text(json.dumps(result | said))
-    path = studies.manifest_path(Path("outputs"), name, scale)
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"table": name, "scale": scale, "command": f"bame train +table={name}", "jobs": jobs}))
-    return path
 
 
 def rows(capsys, *words: str) -> list[dict]:
@@ -166,7 +144,7 @@ def test_different_recipes_never_share_a_line(capsys):
     assert [r["runs"] for r in made] == [1, 1]
 
 
-@pytest.mark.parametrize("how", tables.FORMATS)
+@pytest.mark.parametrize("how", formats.FORMATS)
 def test_rebuilding_gives_the_same_bytes(how):
     study(bame0=None)
     for name in ("a", "b"):
