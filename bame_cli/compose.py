@@ -30,7 +30,8 @@ def run_jobs(words: list[str], job: Callable[[Any], float]) -> None:
     """Hand a command line to Hydra, which composes each job, of one run or of a sweep, and calls `job` with it."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, and we say them in one line
     registration.register()
-    sys.argv = ["bame train", *words]
+    own, others = apart(words)
+    sys.argv = ["bame train", *own, *others]
     try:
         hydra.main(config_path="pkg://bame_cli.conf", config_name="train", version_base="1.3")(job)()
     except (HydraException, OmegaConfBaseException) as error:
@@ -73,13 +74,20 @@ def _node(composed: Any) -> Any:
 
 
 def apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Hydra's own words (its flags, and what begins with hydra), and those of the jobs."""
-    flags, others, value = list[str](), list[str](), False
+    """Hydra's own words (its flags, then what begins with hydra), and those of the jobs.
+
+    Its parser wants overrides in one piece: a flag between two of them would end them.
+    """
+    flags, own, others, value = list[str](), list[str](), list[str](), False
     for word in words:
-        own = value or word.startswith("-") or word.lstrip("+~").startswith(("hydra.", "hydra/"))
-        (flags if own else others).append(word)
+        if value or word.startswith("-"):
+            flags.append(word)
+        elif word.lstrip("+~").startswith(("hydra.", "hydra/")):
+            own.append(word)
+        else:
+            others.append(word)
         value = _takes_value(word)
-    return flags, others
+    return [*flags, *own], others
 
 
 def crossed(words: Sequence[str]) -> list[list[str]]:
@@ -131,6 +139,8 @@ def composed(words: list[str], *, plain: bool = False) -> Any:
 def explain(error: Exception, words: Sequence[str]) -> ConfigError:
     """What Hydra or OmegaConf refuse, as one line with the near misses."""
     text = str(error)
+    if match := re.search(r"hydra/(?:launcher|sweeper)/(joblib|submitit_local|submitit_slurm|optuna)'", text):
+        return ConfigError(f"{match[1]} is not installed: pip install 'bame-cli[{match[1].partition('_')[0]}]'")
     if options := getattr(error, "options", None):
         group, _, name = str(getattr(error, "missing_cfg_file", "")).rpartition("/")
         known = [option for option in options if not option.endswith("_schema")]

@@ -11,31 +11,23 @@ from typing import Any
 from bame_cli.studies import Job, Study
 from bame_cli.tables import Line, lines, unfinished
 
-FORMATS = ("text", "md", "latex", "csv", "json")
-
 
 def show(study: Study, how: str) -> str:
-    """The table as text, md, latex, csv or json; the same bytes for the same runs. CSV and JSON do not round."""
-    made = lines(study)
-    if how == "json":
-        return json.dumps(_document(study, made), indent=1, ensure_ascii=False)
-    if how == "csv":
-        return _csv([_record(line) for line in made])
-    head, *rows = cells(made)
-    cited = sources(made)
-    if how == "latex":
-        return _latex(study, head, rows, cited)
-    notes = [study.table.note, *cited, *(plain(job) for job in unfinished(study))]
-    if how == "md":
-        escaped = [*map(_md, filter(None, notes))]
-        table = "\n".join([_md_row(head), f"|{'---|' * len(head)}", *map(_md_row, rows)])
-        parts = [f"**{_md(study.table.title)}**, scale={study.table.scale}: `{study.command}`", table]
-        return "\n\n".join([*parts, *(["\n".join(f"- {note}" for note in escaped)] if escaped else [])])
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    body = "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows))
-    return "\n\n".join(
-        [f"{study.table.title}, scale={study.table.scale}: {study.command}", body, "\n".join(filter(None, notes))]
-    ).rstrip()
+    """The table in one of FORMATS; the same bytes for the same runs. CSV and JSON do not round."""
+    return _WRITERS[how](study, lines(study))
+
+
+def _text(study: Study, made: list[Line]) -> str:
+    table = cells(made)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    body = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
+    head = f"{study.table.title}, scale={study.table.scale}: {study.command}"
+    return "\n".join([head, "", *body, "", *_notes(study, made)]).rstrip()
+
+
+def _notes(study: Study, made: list[Line]) -> list[str]:
+    """What stands below a table: what its scale says of it, sources, runs that do not count."""
+    return [*filter(None, [study.table.note]), *sources(made), *map(plain, unfinished(study))]
 
 
 def cells(made: list[Line]) -> list[list[str]]:
@@ -92,6 +84,14 @@ def plain(job: Job) -> str:
     return f"{job.status}: {job.row}: {job.command}{reason}"
 
 
+def _markdown(study: Study, made: list[Line]) -> str:
+    head, *rows = cells(made)
+    said = f"**{_md(study.table.title)}**, scale={study.table.scale}: `{study.command}`"
+    notes = [f"- {_md(note)}" for note in _notes(study, made)]
+    table = [_md_row(head), f"|{'---|' * len(head)}", *map(_md_row, rows)]
+    return "\n".join([said, "", *table, "", *notes]).rstrip()
+
+
 def _md_row(row: list[str]) -> str:
     return f"| {' | '.join(map(_md, row))} |"
 
@@ -124,22 +124,21 @@ def _tex(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in text).replace("\n", " ")
 
 
-def _latex(study: Study, head: list[str], rows: list[list[str]], cited: list[str]) -> str:
-    """A tabular for booktabs; sources and runs that do not count follow as comments' opposite: a visible note."""
-    notes = [study.table.note, *cited, *(plain(job) for job in unfinished(study))]
-    body = [f"  {' & '.join(map(_tex, row))} \\\\" for row in rows]
+def _latex(study: Study, made: list[Line]) -> str:
+    """A tabular for booktabs, and its notes as paragraphs."""
+    head, *rows = (f"  {' & '.join(map(_tex, row))} \\\\" for row in cells(made))
     return "\n".join(
         [
             f"% {study.table.title}, scale={study.table.scale}: {study.command}",
             r"% needs \usepackage{booktabs}",
-            rf"\begin{{tabular}}{{{'l' * len(head)}}}",
+            rf"\begin{{tabular}}{{{'l' * len(cells(made)[0])}}}",
             r"  \toprule",
-            f"  {' & '.join(map(_tex, head))} \\\\",
+            head,
             r"  \midrule",
-            *body,
+            *rows,
             r"  \bottomrule",
             r"\end{tabular}",
-            *(rf"\par {_tex(note)}" for note in notes if note),
+            *(rf"\par {_tex(note)}" for note in _notes(study, made)),
         ]
     )
 
@@ -165,12 +164,17 @@ def _record(line: Line) -> dict[str, Any]:
     }
 
 
-def _csv(records: list[dict[str, Any]]) -> str:
+def _csv(study: Study, made: list[Line]) -> str:
+    records = list(map(_record, made))
     out = io.StringIO()
     writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     return out.getvalue().rstrip("\n")
+
+
+def _json(study: Study, made: list[Line]) -> str:
+    return json.dumps(_document(study, made), indent=1, ensure_ascii=False)
 
 
 def _document(study: Study, made: list[Line]) -> dict[str, Any]:
@@ -198,3 +202,7 @@ def _document(study: Study, made: list[Line]) -> dict[str, Any]:
             for job in unfinished(study)
         ],
     }
+
+
+_WRITERS = {"text": _text, "md": _markdown, "latex": _latex, "csv": _csv, "json": _json}
+FORMATS = tuple(_WRITERS)

@@ -131,6 +131,50 @@ def points(job: Job) -> list[tuple[float, float]]:
     return [(row["flops"] / dense, row["top1"]) for row in rows if row.get("top1") is not None]
 
 
+# --- a search ---
+
+
+def search(trials: Sequence[tuple[Sequence[str], float]], folder: Path) -> list[Path]:
+    """A search's trials, (words, top-1), as search.png and .svg: the best so far, and top-1 by each option searched."""
+    said = [dict(word.partition("=")[::2] for word in words) for words, _ in trials]
+    top1 = [value for _, value in trials]
+    varied = [key for key in said[0] if len({trial.get(key) for trial in said}) > 1]
+    columns = min(3, 1 + len(varied))
+    rows = -(-(1 + len(varied)) // columns)
+    drawn = new_figure(figsize=(5 * columns, 3.6 * rows))
+    first, *others = drawn.subplots(rows, columns, squeeze=False).ravel()
+    numbers = range(1, len(top1) + 1)
+    best = top1.index(max(top1))
+    first.plot(numbers, top1, "o", color=COLORS[0], markerfacecolor="none", label="a trial")
+    first.plot(
+        best + 1, top1[best], "X", color=COLORS[3], markersize=10, label="the best trial, here and in each panel"
+    )
+    first.step(numbers, [max(top1[:n]) for n in numbers], where="post", color=COLORS[3], label="the best so far")
+    first.set(xlabel="finished trial", ylabel="top-1 %")
+    first.legend(frameon=False, fontsize=8)
+    for key, axes in zip(varied, others, strict=False):
+        _by_value(axes, key, [trial.get(key, "") for trial in said], top1)
+    for axes in others[len(varied) :]:
+        axes.remove()
+    made = [folder / f"search{suffix}" for suffix in (".png", ".svg")]
+    for path in made:
+        save(drawn, path)
+    return made
+
+
+def _by_value(axes: Any, key: str, values: list[str], top1: list[float]) -> None:
+    """Top-1 against an option. What is no number is a category."""
+    try:
+        at: list[Any] = [float(value) for value in values]
+    except ValueError:
+        at = values
+    best = top1.index(max(top1))
+    axes.plot(at, top1, "o", color=COLORS[0], markerfacecolor="none")
+    axes.plot(at[best : best + 1], top1[best : best + 1], "X", color=COLORS[3], markersize=10)
+    axes.set(xlabel=key, ylabel="top-1 %")
+    axes.grid(alpha=0.3)
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 

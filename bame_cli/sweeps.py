@@ -39,10 +39,10 @@ def train(words: list[str]) -> int:
     _outcomes.clear()
     if follows():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 for as long as the process lives
-    if not (multirun or dry):
+    if not (multirun or dry or _searches(rest)):
         compose.run_jobs(rest, _job)
         return max((outcome["code"] for outcome in _outcomes), default=0)
-    if any(word.startswith("hydra/sweeper=") for word in rest):
+    if _searches(rest):
         return _search(rest, sweep, refuse=bool(table) or dry)
     plan = planning.Plan(rest, table=table, scale=own["scale"] or "paper", root=Path(root))
     return _dry(plan) if dry else _sweep(plan, sweep, words)
@@ -93,13 +93,27 @@ def _sweep(plan: planning.Plan, sweep: Path, words: Sequence[str]) -> int:
     return _summary(records, sweep)
 
 
+def _searches(words: Sequence[str]) -> bool:
+    return any(word.startswith(("hydra/sweeper=", "search=", "+search=")) for word in words)
+
+
 def _search(words: list[str], sweep: Path, *, refuse: bool) -> int:
-    """A sweep whose jobs a sweeper of Hydra's makes up as it goes."""
+    """A sweep whose jobs a sweeper of Hydra's makes up as it goes; its picture is kept beside its records."""
     if refuse:
-        raise ConfigError("hydra/sweeper= makes up its jobs as it goes: there is no table and no dry_run of them")
+        raise ConfigError("a search makes up its jobs as it goes: there is no table and no dry_run of them")
     compose.run_jobs(words, _job)
-    made = [json.loads(path.read_text()) for path in sorted(sweep.glob("jobs/*.json"))]
-    return 0 if follows() else _summary(made, sweep)
+    if follows():
+        return max((outcome["code"] for outcome in _outcomes), default=0)
+    made = [_load(path) for path in sorted(sweep.glob("jobs/*.json"))]
+    code = _summary(made, sweep)
+    finished = [record for record in made if record["status"] == "finished"]
+    if finished:
+        from bame_cli import pictures
+
+        best = max(finished, key=lambda record: record["top1"])
+        print(f"best: top-1 {best['top1']:.2f} %: {' '.join(best['overrides'])}")
+        print(*pictures.search([(record["overrides"], record["top1"]) for record in finished], sweep), sep="\n")
+    return code
 
 
 # --- a job ---
