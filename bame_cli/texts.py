@@ -118,7 +118,7 @@ def train() -> str:
     """What `bame train` takes: its groups, and every option with its default."""
     from importlib.resources import files
 
-    from bame_cli import compose
+    from bame_cli import compose, studies
 
     groups = []
     for group in ("model", "dataset", "sparsity", "method", "recipe", "logger"):
@@ -126,6 +126,7 @@ def train() -> str:
         listed = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir()) if folder.is_dir() else []
         extra = {"model": "any timm classifier by name", "sparsity": "any N:M, for example 2:4 or 1:16"}.get(group)
         groups.append(f"  {group:<10}{', '.join([*listed, *([extra] if extra else [])])}")
+    groups += [f"  +table    {', '.join(studies.known('table'))}", f"  scale     {', '.join(studies.known('scale'))}"]
     options = "\n".join(f"  {line}" for line in compose.composed([], plain=True).splitlines())
     return f"""bame train [group=option ...] [key=value ...] [-m] [--cfg job]
 
@@ -136,6 +137,9 @@ weights and result. The same command again says that it is finished, or goes on 
   bame train model=resnet50 sparsity=1:16             any timm model, any pattern
   bame train method=srste method.decay=1e-4 seed=1    a method and its options
   bame train -m method=bame,srste seed=0,1,2          a sweep: every combination, one after the other
+  bame train -m method=bame,srste dry_run=true        its jobs: folders, states, expected bills; nothing is trained
+  bame train +table=methods_small scale=smoke         the runs of a table, finished or found finished
+  bame train search=bame                              Optuna looks for BAME's options
   bame train method=srste --cfg job                   what a command amounts to, without running it
   bame train +model.args.drop_path_rate=0.1           an argument of the model's own, with a plus sign
   bame train '+sparsity.overrides={{*.conv2:2:4}}'      another pattern for some layers, or `dense`

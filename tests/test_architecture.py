@@ -64,7 +64,7 @@ ROOMS = {
         "methods",
         "errors",
     },
-    "sweeps": {"compose", "planning", "run", "folder", "config", "words", "errors"},
+    "sweeps": {"compose", "planning", "pictures", "run", "folder", "config", "words", "errors"},
     "bench": {"blueprint", "config", "methods", "training", "sparsity", "errors"},
 }
 DOORS = {

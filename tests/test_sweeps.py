@@ -243,3 +243,30 @@ def test_jobs_of_other_launchers_end_as_those_of_the_basic_one(plugin, words):
     assert bame("train", "-m", *TINY, "seed=0,1", "run.root=alone") == 0
     alone = {p.parent.name: json.loads(p.read_text())["top1"] for p in Path("alone").rglob("result.json")}
     assert ours == alone
+
+
+# --- a search ---
+
+
+def test_a_search_that_cannot_be_listed_says_so(capsys):
+    assert bame("train", "search=bame", "dry_run=true") == 2
+    assert "makes up its jobs as it goes" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("optuna") is None, reason="hydra-optuna-sweeper is not installed (an extra)"
+)
+def test_a_search_keeps_its_best_trial_and_its_picture_and_finds_its_runs_again(capsys):
+    words = [*TINY, "method=bame", "search=bame", "hydra.sweeper.n_trials=3"]
+    assert bame("train", *words) == 0
+    out = capsys.readouterr().out
+    (sweep,) = Path("outputs", "sweeps").iterdir()
+    assert "method.designate" in (sweep / "optimization_results.yaml").read_text()
+    assert (sweep / "search.png").is_file()
+    assert (sweep / "search.svg").is_file()
+    best = max(results().values(), key=lambda result: result["top1"])["top1"]
+    assert f"best: top-1 {best:.2f} %" in out
+    assert f"best_value: {best}" in (sweep / "optimization_results.yaml").read_text()
+    assert bame("train", *words) == 0
+    assert capsys.readouterr().out.count("finished already") == 3
