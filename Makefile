@@ -2,13 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS ?= dev,joblib
+EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test stress check format cards clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(VENV)/.ready ## make .venv here and install the project into it
 
@@ -21,6 +21,10 @@ $(VENV)/.ready: pyproject.toml
 
 train: setup ## the main job: a small residual network, N:M sparse by BAME, on handwritten digits
 	$(BIN)/bame train
+
+scale ?= paper
+table-%: setup ## a paper's table: make table-cifar10 scale=smoke runs, finishes or finds its runs, and prints it
+	$(BIN)/bame train +table=$* scale=$(scale); code=$$?; $(BIN)/bame table $* scale=$(scale) && exit $$code
 
 test: setup ## all tests, slow ones included
 	$(BIN)/python -m pytest

@@ -9,13 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from bame_cli import __version__, texts
 from bame_cli.errors import ConfigError, near_misses
-from bame_cli.words import demand_format as _demand_format
-from bame_cli.words import number as _number
-from bame_cli.words import split as _split
+from bame_cli.words import demand_one_of, one_name, positive, split, yes
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -59,23 +57,9 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
-    """Hand the words to Hydra, which composes each job and calls `_job`."""
-    from bame_cli import compose
+    from bame_cli import sweeps
 
-    compose.demand_assignments(words)
-    multirun = any(word in ("-m", "--multirun") for word in words)
-    if multirun and any(word in ("--cfg", "-c") for word in words):
-        raise ConfigError("--cfg shows the configuration of one job: leave out -m, and name one value for each key")
-    root = next((word.partition("=")[2] for word in reversed(words) if word.startswith("run.root=")), "outputs")
-    sweep = Path(root, "sweeps", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}").absolute()
-    os.environ["BAME_SWEEP"] = str(sweep)
-    _outcomes.clear()
-    if _follows():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 for as long as the process lives
-    compose.run_jobs(words, _job)
-    if not multirun or _follows():
-        return max((outcome["code"] for outcome in _outcomes), default=0)
-    return _sweep_summary([json.loads(path.read_text()) for path in sorted(sweep.glob("jobs/*.json"))], sweep)
+    return sweeps.train(words)
 
 
 def _follows() -> bool:
@@ -83,58 +67,12 @@ def _follows() -> bool:
     return int(os.environ.get("RANK", 0)) > 0
 
 
-_outcomes: list[dict[str, Any]] = []
-
-
-def _job(node: Any) -> float:
-    """One training run, in whatever process the launcher runs it; returns what a search maximizes."""
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
-    hydra = HydraConfig.get()
-    words = [word.replace("\\", "") for word in hydra.overrides.task]
-    record: dict[str, Any] = {"overrides": words, "code": 0, "error": ""}
-    try:
-        from bame_cli import config, run
-
-        outcome = run.run(config.from_hydra(node), config.to_yaml(node))
-        record |= {"code": outcome.code, "folder": str(outcome.folder), "status": outcome.result["status"]}
-        record |= {"error": outcome.result.get("error", ""), "top1": outcome.result.get("top1")}
-    except ConfigError as error:
-        if not _follows():
-            print(f"bame: {error}", file=sys.stderr)
-        record |= {"code": 2, "status": "refused", "error": str(error)}
-    if hydra.mode == RunMode.RUN or _follows():
-        _outcomes.append(record)
-        if record["code"] == 1:
-            print(f"bame: {record['status']}: {record['error']}", file=sys.stderr)
-    else:
-        jobs = Path(hydra.sweep.dir, "jobs")
-        jobs.mkdir(parents=True, exist_ok=True)
-        (jobs / f"{hydra.job.num:04d}.json").write_text(json.dumps(record))
-    if record["code"] > 2:  # interrupted: whatever else the sweep would start must not start
-        raise SystemExit(record["code"])
-    return float(record.get("top1") or 0.0)
-
-
-def _sweep_summary(records: list[dict[str, Any]], sweep: Path) -> int:
-    """A line per job; 1 when any failed."""
-    print(f"sweep of {len(records)} jobs ({sweep}):")
-    for record in records:
-        top1 = f"top-1 {record['top1']:6.2f} %" if record.get("top1") is not None else " " * 14
-        print(f"  {record['status']:<12}{top1}  {' '.join(record['overrides'])}  {record['error']}".rstrip())
-    failed = [record for record in records if record["code"]]
-    for record in failed:
-        print(f"bame: {record['status']}: {' '.join(record['overrides'])}: {record['error']}", file=sys.stderr)
-    return 1 if failed else 0
-
-
 # --- verbs that compose options without training ---
 
 
 def _layers(words: list[str]) -> int:
-    own, words = _split(words, {"format": "text"})
-    _demand_format(own["format"])
+    own, words = split(words, {"format": "text"})
+    demand_one_of(("text", "json"), format=own["format"])
     from bame_cli import blueprint, compose, report
 
     plans = [blueprint.blueprint(config, blueprint.known_facts(config)) for config in compose.configs(words)]
@@ -147,9 +85,8 @@ def _layers(words: list[str]) -> int:
 
 
 def _flops(words: list[str]) -> int:
-    own, words = _split(words, {"format": "text", "run": "", "per_layer": "false", "plot": ""})
-    if own["format"] not in ("text", "md", "csv", "json"):
-        raise ConfigError(f"format={own['format']}: text, md, csv or json")
+    own, words = split(words, {"format": "text", "run": "", "per_layer": "false", "plot": ""})
+    demand_one_of(("text", "md", "csv", "json"), format=own["format"])
     from bame_cli import compose, costs
 
     if own["run"]:
@@ -159,9 +96,7 @@ def _flops(words: list[str]) -> int:
         return 0
     one = any(word.startswith(("method=", "method.")) for word in words)
     configs = compose.configs(words if one else [*words, f"method={','.join(_compared())}"])
-    if own["per_layer"] not in ("true", "false"):
-        raise ConfigError(f"per_layer={own['per_layer']}: true or false")
-    if own["per_layer"] == "true":
+    if yes("per_layer", own["per_layer"]):
         if len(configs) > 1:
             raise ConfigError("per_layer=true shows one method at one pattern: name them, method=bame sparsity=2:4")
         print(costs.show(costs.per_layer(configs[0]), own["format"]))
@@ -190,9 +125,9 @@ def _bench(words: list[str]) -> int:
     from bame_cli import bench, compose
     from bame_cli.training.distributed import join
 
-    own, words = _split(words, {"format": "text", "methods": bench.METHODS, "parts": bench.DEFAULT} | _SIZES)
-    _demand_format(own["format"])
-    numbers = {key: _number(key, own[key]) for key in _SIZES}
+    own, words = split(words, {"format": "text", "methods": bench.METHODS, "parts": bench.DEFAULT} | _SIZES)
+    demand_one_of(("text", "json"), format=own["format"])
+    numbers = {key: positive(key, own[key]) for key in _SIZES}
     parts = own["parts"].split(",")
     if unknown := [part for part in parts if part not in bench.PARTS]:
         raise ConfigError(f"parts={unknown[0]}: {', '.join(bench.PARTS)}")
@@ -206,18 +141,30 @@ def _bench(words: list[str]) -> int:
 def _plot(words: list[str]) -> int:
     if words[:1] == ["weights"]:
         return _network("plot weights")(words[1:])
-    own, rest = _split(words, {"run": "", "out": ""})
-    if rest != ["masks"] or not own["run"]:
-        raise ConfigError("bame plot masks run=<run folder> [out=file.png], or bame plot weights run=<run or file>")
+    own, rest = split(words, {"run": "", "out": "", "scale": "paper", "root": "outputs"})
+    name = one_name(rest, "bame plot <table> [scale=] [out=folder], or bame plot masks|weights run=<run folder>")
+    if name == "masks":
+        return _plot_masks(Path(own["run"]) if own["run"] else None, own["out"])
+    from bame_cli import pictures, studies
+
+    study = studies.read(name, own["scale"], Path(own["root"]))
+    folder = Path(
+        own["out"] or studies.manifest_path(Path(own["root"]), study.table.name, own["scale"]).with_suffix("")
+    )
+    print(*pictures.draw(study, folder), sep="\n")
+    return 0
+
+
+def _plot_masks(run: Path | None, out: str) -> int:
+    if run is None:
+        raise ConfigError("bame plot masks run=<run folder> [out=file.png]")
     from bame_cli import evolution, plots
 
-    run = Path(own["run"])
-    out = Path(own["out"]) if own["out"] else run / "plots" / "masks.png"
-    seen = evolution.read(run)
-    if not own["out"]:
-        out.parent.mkdir(exist_ok=True)
-    plots.masks(seen, out)
-    print(out)
+    seen, path = evolution.read(run), Path(out) if out else run / "plots" / "masks.png"
+    if not out:
+        path.parent.mkdir(exist_ok=True)
+    plots.masks(seen, path)
+    print(path)
     return 0
 
 
@@ -232,10 +179,61 @@ def _network(verb: str) -> Callable[[list[str]], int]:
     return run
 
 
+def _table(words: list[str]) -> int:
+    own, rest = split(words, {"scale": "paper", "format": "text", "strict": "false", "root": "outputs", "out": ""})
+    name = one_name(rest, "bame table <name> [scale=paper|small|smoke] [format=md] [strict=true] [out=file]")
+    from bame_cli import rendering, studies, tables
+
+    demand_one_of(rendering.FORMATS, format=own["format"])
+    strict, study = yes("strict", own["strict"]), studies.read(name, own["scale"], Path(own["root"]))
+    shown, missing = rendering.show(study, own["format"]), tables.unfinished(study)
+    if own["out"]:
+        Path(own["out"]).write_text(shown + "\n")
+    print(own["out"] or shown)
+    if missing and strict:
+        print(f"bame: {len(missing)} of {len(study.jobs)} runs are not finished", file=sys.stderr)
+    return 1 if missing and strict else 0
+
+
+def _report(words: list[str]) -> int:
+    own, rest = split(words, {"scale": "paper", "root": "outputs", "out": ""})
+    name = one_name(rest, "bame report <table> [scale=] [root=outputs] [out=file.html]")
+    from bame_cli import page, studies
+
+    study = studies.read(name, own["scale"], Path(own["root"]))
+    beside = studies.manifest_path(Path(own["root"]), study.table.name, own["scale"])
+    out = Path(own["out"] or beside.with_suffix(".html"))
+    out.write_text(page.page(study, beside.with_suffix("")))
+    print(out)
+    return 0
+
+
+def _runs(words: list[str]) -> int:
+    from bame_cli import runs
+
+    own, rest = split(words, {"root": "outputs", "format": "text", **dict.fromkeys(runs.FILTERS, "")})
+    demand_one_of(("text", "json"), format=own["format"])
+    if rest[:1] == ["diff"]:
+        if len(rest) != 3:
+            raise ConfigError("bame runs diff takes two run folders")
+        print(runs.show_differences(Path(rest[1]), Path(rest[2]), own["format"]))
+        return 0
+    if rest:
+        raise ConfigError(
+            f"{rest[0]} has no place here{near_misses(rest[0].partition('=')[0], own)} (bame runs --help)"
+        )
+    wanted = {key: own[key] for key in runs.FILTERS if own[key]}
+    print(runs.show(runs.matching(runs.find(Path(own["root"])), wanted), own["format"], time.time()))
+    return 0
+
+
 VERBS: dict[str, tuple[Callable[[list[str]], int], str | Callable[[], str]]] = {
     "train": (_train, texts.train),
     "layers": (_layers, texts.LAYERS),
     "flops": (_flops, texts.FLOPS),
+    "table": (_table, texts.TABLE),
+    "report": (_report, texts.REPORT),
+    "runs": (_runs, texts.RUNS),
     "plot": (_plot, texts.PLOT),
     "verify": (_network("verify"), texts.VERIFY),
     "eval": (_network("eval"), texts.EVAL),

@@ -10,9 +10,16 @@ from typing import Any
 
 import hydra
 from hydra import compose, initialize_config_module
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.types import HydraContext, RunMode
+from omegaconf import open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from bame_cli import config, registration
@@ -23,19 +30,87 @@ def run_jobs(words: list[str], job: Callable[[Any], float]) -> None:
     """Hand a command line to Hydra, which composes each job, of one run or of a sweep, and calls `job` with it."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, and we say them in one line
     registration.register()
-    sys.argv = ["bame train", *words]
+    own, others = apart(words)
+    sys.argv = ["bame train", *own, *others]
     try:
         hydra.main(config_path="pkg://bame_cli.conf", config_name="train", version_base="1.3")(job)()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, words) from error
 
 
+def run_listed(
+    flags: list[str], job: Callable[[Any], float], jobs: list[list[str]], begin: Callable[[list[Any]], list[int]]
+) -> None:
+    """Hand jobs, each a list of words, to Hydra's launcher.
+
+    Hydra's own sweepers cross lists and know a job when its turn comes. Here all are composed first: `begin` gets their
+    nodes and says which of them shall start. flags: Hydra's own words, see `apart`.
+    """
+    registration.register()
+    args = get_args_parser().parse_args(flags)
+    path = create_config_search_path("pkg://bame_cli.conf")
+    if args.config_dir:
+        path.prepend("command-line", f"file://{os.path.abspath(args.config_dir)}")
+    try:
+        loader = Hydra.create_main_hydra2("bame", path).config_loader
+        ours = [*args.overrides, "hydra.mode=MULTIRUN"]
+        master = loader.load_configuration(args.config_name or "train", ours, run_mode=RunMode.MULTIRUN)
+        chosen = begin([_node(loader.load_sweep_config(master, list(words))) for words in jobs])
+        if chosen:
+            context = HydraContext(config_loader=loader, callbacks=Callbacks(master))
+            launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=job, config=master)
+            launcher.launch([jobs[index] for index in chosen], initial_job_idx=0)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, [word for words in jobs for word in words]) from error
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _node(composed: Any) -> Any:
+    """A job's options without Hydra's own."""
+    with read_write(composed), open_dict(composed):
+        del composed["hydra"]
+    return composed
+
+
+def apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra's own words (its flags, then what begins with hydra), and those of the jobs.
+
+    Its parser wants overrides in one piece: a flag between two of them would end them.
+    """
+    flags, own, others, value = list[str](), list[str](), list[str](), False
+    for word in words:
+        if value or word.startswith("-"):
+            flags.append(word)
+        elif word.lstrip("+~").startswith(("hydra.", "hydra/")):
+            own.append(word)
+        else:
+            others.append(word)
+        value = _takes_value(word)
+    return [*flags, *own], others
+
+
+def crossed(words: Sequence[str]) -> list[list[str]]:
+    """The jobs of a sweep: every combination of what is a list; of two words for one key the later counts."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(words))
+        (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None) or [[]]
+    except HydraException as error:
+        raise explain(error, words) from error
+    return [list(job) for job in jobs]
+
+
+def _takes_value(word: str) -> bool:
+    """Of Hydra's flags, some are followed by a word: --cfg job."""
+    return word.startswith("-") and "=" not in word and word not in ("-m", "--multirun", "--resolve")
+
+
 def demand_assignments(words: Sequence[str]) -> None:
-    takes_value = False  # of Hydra's flags, some are followed by a word: --cfg job
+    takes_value = False
     for word in words:
         if not (takes_value or word.startswith(("-", "~")) or "=" in word):
             raise ConfigError(f"{word!r} is not key=value (bame train --help shows the keys)")
-        takes_value = word.startswith("-") and "=" not in word and word not in ("-m", "--multirun", "--resolve")
+        takes_value = _takes_value(word)
 
 
 def configs(words: list[str]) -> list[Any]:
@@ -44,12 +119,7 @@ def configs(words: list[str]) -> list[Any]:
     for word in words:
         if word.startswith("-"):
             raise ConfigError(f"{word}: this verb takes key=value words only; lists need no -m")
-    try:
-        parsed = OverridesParser.create().parse_overrides(words)
-        (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None) or [[]]
-    except HydraException as error:
-        raise explain(error, words) from error
-    return [composed(list(job)) for job in jobs]
+    return [composed(job) for job in crossed(words)]
 
 
 def composed(words: list[str], *, plain: bool = False) -> Any:
@@ -69,6 +139,8 @@ def composed(words: list[str], *, plain: bool = False) -> Any:
 def explain(error: Exception, words: Sequence[str]) -> ConfigError:
     """What Hydra or OmegaConf refuse, as one line with the near misses."""
     text = str(error)
+    if match := re.search(r"hydra/(?:launcher|sweeper)/(joblib|submitit_local|submitit_slurm|optuna)'", text):
+        return ConfigError(f"{match[1]} is not installed: pip install 'bame-cli[{match[1].partition('_')[0]}]'")
     if options := getattr(error, "options", None):
         group, _, name = str(getattr(error, "missing_cfg_file", "")).rpartition("/")
         known = [option for option in options if not option.endswith("_schema")]

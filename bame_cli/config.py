@@ -136,6 +136,13 @@ class RunConfig:
 
 
 @dataclass
+class SweepConfig:
+    """`fail_fast`: once a job of a sweep has failed, those that have not started do not start."""
+
+    fail_fast: bool = False
+
+
+@dataclass
 class Config:
     model: ModelConfig = MISSING
     dataset: DatasetConfig = MISSING
@@ -147,6 +154,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     flops: FlopsConfig = field(default_factory=FlopsConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     seed: int = 0
     device: str = "auto"
     amp: str = "none"
@@ -268,4 +276,5 @@ _GROUPS: tuple[tuple[str, type[Any]], ...] = (
     ("checkpoint", CheckpointConfig),
     ("flops", FlopsConfig),
     ("run", RunConfig),
+    ("sweep", SweepConfig),
 )

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from bame_cli.errors import ConfigError
-from bame_cli.words import demand_format, flag, number, split
+from bame_cli.words import demand_one_of, positive, split, yes
 
 
 def _eval(words: list[str]) -> int:
     own, rest = split(words, {"format": "text"})
-    demand_format(own["format"])
+    demand_one_of(("text", "json"), format=own["format"])
     path, options = _path(rest, "bame eval <run folder or file> [dataset=<name>] [model=<name>]")
     from bame_cli import inference
 
@@ -23,7 +23,7 @@ def _eval(words: list[str]) -> int:
 
 def _predict(words: list[str]) -> int:
     own, rest = split(words, {"format": "text"})
-    demand_format(own["format"])
+    demand_one_of(("text", "json"), format=own["format"])
     path, others = _path(rest, "bame predict <run folder or file> <pictures...>")
     pictures = [Path(word) for word in others if "=" not in word or Path(word).exists()]
     if not pictures:
@@ -38,7 +38,7 @@ def _predict(words: list[str]) -> int:
 
 def _verify(words: list[str]) -> int:
     own, rest = split(words, {"format": "text", "pattern": "", "convention": "kept"})
-    demand_format(own["format"])
+    demand_one_of(("text", "json"), format=own["format"])
     if len(rest) != 1 or "=" in rest[0]:
         raise ConfigError("bame verify takes one run folder or file: bame verify outputs/... [pattern=2:4]")
     from bame_cli import verify
@@ -59,11 +59,11 @@ def _export(words: list[str]) -> int:
     order = export.Order(
         format=own["format"],
         out=Path(own["out"]) if own["out"] else None,
-        float16=flag("float16", own["float16"]),
-        opset=number("opset", own["opset"]),
+        float16=yes("float16", own["float16"]),
+        opset=positive("opset", own["opset"]),
         licence=own["license"],
-        overwrite=flag("overwrite", own["overwrite"]),
-        verify=flag("verify", own["verify"]),
+        overwrite=yes("overwrite", own["overwrite"]),
+        verify=yes("verify", own["verify"]),
         words=tuple(options),
     )
     lines, good = export.export(run, order)

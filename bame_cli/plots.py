@@ -17,7 +17,7 @@ HATCHES = ("", "//", "..")
 
 def bills(rows: Sequence[Mapping[str, Any]], curves: Mapping[str, tuple[list[float], list[float]]], path: Path) -> None:
     """Left: the three products of each row, stacked, as shares of its dense bill. Right: FLOPs over training."""
-    figure = _figure(figsize=(12, 4.2 + 0.12 * len(rows)))
+    figure = new_figure(figsize=(12, 4.2 + 0.12 * len(rows)))
     left, right = figure.subplots(1, 2)
     _stacked(left, rows)
     styles = ("-", "--", "-.", ":")
@@ -26,7 +26,7 @@ def bills(rows: Sequence[Mapping[str, Any]], curves: Mapping[str, tuple[list[flo
     right.set(xlabel="share of training", ylabel="training FLOPs so far ÷ dense", xlim=(0, 1), ylim=(0, None))
     right.legend(frameon=False, fontsize=8)
     right.grid(alpha=0.3)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _stacked(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -46,7 +46,7 @@ def _stacked(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 def masks(evolution: Evolution, path: Path) -> None:
     """How a run's masks evolved: share of blocks changed per record and layer, oscillation, and where blocks froze."""
     layers, shares = evolution.share_changed()
-    figure = _figure(figsize=(10, 9 + 0.12 * len(layers)))
+    figure = new_figure(figsize=(10, 9 + 0.12 * len(layers)))
     top, middle, bottom = figure.subplots(3, 1, height_ratios=[3 + 0.1 * len(layers), 2, 3])
     edges = evolution.steps
     image = top.pcolormesh(edges, range(len(layers) + 1), 100 * shares, cmap="viridis", vmin=0)
@@ -59,7 +59,7 @@ def masks(evolution: Evolution, path: Path) -> None:
     middle.xaxis.get_major_locator().set_params(integer=True)
     middle.set(yscale="log", xlabel="records in which a block changed", ylabel="blocks", title="oscillation")
     _heat(bottom, figure, evolution)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _heat(axes: Any, figure: Any, evolution: Evolution) -> None:
@@ -78,7 +78,7 @@ def curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     epochs = [row for row in rows if "top1" in row]
     if not epochs:
         return
-    figure = _figure(figsize=(15, 4))
+    figure = new_figure(figsize=(15, 4))
     left, middle, right = figure.subplots(1, 3)
     at = [row["epoch"] + 1 for row in epochs]
     left.plot(at, [row["loss"] for row in epochs], color=COLORS[0], label="training, mean of the epoch")
@@ -96,7 +96,7 @@ def curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.legend(frameon=False, fontsize=8)
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _flops_axis(axes: Any, epochs: list[int], flops: list[int]) -> None:
@@ -130,7 +130,7 @@ def weights(values: Any, path: Path, *, name: str, pattern: tuple[int, int]) -> 
     matrix = values[(slice(None), slice(None), *(size // 2 for size in kernel))]
     corner = matrix[:_OUTPUTS, : max(m, _INPUTS // m * m)]
     outputs, inputs = corner.shape
-    figure = _figure(figsize=(2.5 + inputs / 6, 1.6 + outputs / 6))
+    figure = new_figure(figsize=(2.5 + inputs / 6, 1.6 + outputs / 6))
     axes = figure.subplots()
     axes.set_facecolor("#d0d0d0")
     limit = float(abs(corner).max()) or 1.0
@@ -141,7 +141,7 @@ def weights(values: Any, path: Path, *, name: str, pattern: tuple[int, int]) -> 
     axes.set(xlabel=f"input, blocks of {m} (grey: dropped)", ylabel="output", xlim=(0, inputs), ylim=(outputs, 0))
     axes.set_title(_portrait(name, values, corner, kernel, f"{n}:{m}"), fontsize=9)
     figure.colorbar(image, ax=axes, label="weight")
-    _save(figure, path)
+    save(figure, path)
 
 
 def _portrait(name: str, values: Any, corner: Any, kernel: tuple[int, ...], pattern: str) -> str:
@@ -155,17 +155,21 @@ def _portrait(name: str, values: Any, corner: Any, kernel: tuple[int, ...], patt
     return f"{name}, {pattern}, density {density:.4f}\n{shown}"
 
 
-def _figure(**options: Any) -> Any:
+def new_figure(**options: Any) -> Any:
     """A figure of its own: pyplot would keep every one that a sweep draws."""
     from matplotlib.figure import Figure
 
     return Figure(layout="constrained", **options)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"plot={path}: a file that ends in .png, .svg or .pdf")
+    from matplotlib import rc_context
+
+    about = {"Date": None} if path.suffix == ".svg" else None  # the same picture twice is the same bytes
     try:
-        figure.savefig(path, dpi=150)
+        with rc_context({"svg.hashsalt": "bame"}):
+            figure.savefig(path, dpi=150, metadata=about)
     except OSError as error:
         raise ConfigError(f"plot={path}: cannot be written ({error.strerror})") from error

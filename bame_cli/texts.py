@@ -11,7 +11,10 @@ usage: bame <verb> [key=value ...]
   train    train a network: bame train model=resnet50 sparsity=1:16
   layers   which layers would be sparse, and why the others not: bame layers model=resnet50 sparsity=1:16
   flops    what methods would cost in training FLOPs: bame flops model=resnet50 dataset=imagenet sparsity=1:16
-  plot     how masks evolved, what weights look like: bame plot masks run=<run folder>
+  table    what a table's runs came to, beside published figures: bame table methods_small scale=smoke
+  runs     what is in outputs/, and what sets two runs apart: bame runs status=failed
+  report   a table as one HTML page: its pictures, every run's configuration: bame report methods_small scale=smoke
+  plot     a table's pictures, how masks evolved, what weights look like: bame plot masks run=<run folder>
   verify   check every block of a saved network: bame verify <run folder or file>
   eval     top-1, top-5, loss and speed of a run, an export or a timm checkpoint: bame eval <run folder or file>
   predict  the classes of pictures: bame predict <run folder or file> <pictures...>
@@ -99,8 +102,45 @@ evaluates it on the run's validation images (verify=false leaves that out). Exit
 ONNX needs more packages: pip install 'bame-cli[onnx]'. Options of the evaluation may follow, dataset.root= above all.
 """
 
-PLOT = """bame plot masks run=<run folder> [out=file.png]
+TABLE = """bame table <name> [scale=paper|small|smoke] [format=text|md|latex|csv|json] [strict=true] [root=] [out=file]
+
+What the runs of a table came to: top-1 as mean ± standard deviation (runs), training and inference FLOPs against dense,
+beside published figures with their sources. Reads result.json files only; the same runs give the same bytes.
+
+  bame train +table=methods_small scale=smoke         makes the runs: finishes them, or finds them finished
+  bame table methods_small scale=smoke format=md
+  bame table imagenet_resnet50 format=latex out=table.tex
+
+Tables: see conf/table/, or the path of a file of your own like those. The difference to a published figure is taken at
+scale=paper alone. Runs of different recipes never share a line. Runs that failed, diverged or are missing are listed;
+strict=true leaves with exit code 1 when there are any.
+"""
+
+REPORT = """bame report <table> [scale=paper|small|smoke] [root=outputs] [out=file.html]
+
+One page that opens without a network: the table (a click on a head sorts it), what is not finished, the pictures, every
+run's configuration, result and curve, and the environments they were computed in. Beside the table's manifest, unless
+`out` names another file.
+
+  bame report methods_small scale=smoke
+"""
+
+RUNS = """bame runs [root=outputs] [status=] [method=] [dataset=] [model=] [pattern=] [seed=] [format=text|json]
+bame runs diff <run folder> <run folder> [format=text|json]
+
+Every run below a folder: status, whether the same command would go on with it, top-1, training FLOPs against dense, how
+long ago it last wrote. A filter takes several values: status=failed,diverged; status=resumable is one too.
+`diff` shows the options in which two runs differ.
+"""
+
+PLOT = """bame plot <table> [scale=paper|small|smoke] [root=outputs] [out=folder]
+bame plot masks run=<run folder> [out=file.png]
 bame plot weights run=<run folder or file> [layer=<name>] [out=file.png]
+
+Of a table: top-1 against training FLOPs (Pareto front, error bars over seeds), top-1 against density, and training by
+FLOPs instead of epochs; PNG and SVG, beside the table's manifest unless `out` names another folder.
+
+  bame plot methods_small scale=smoke
 
 masks: how a run's masks evolved, for a run trained with log.masks_every=<steps>: the share of blocks whose mask
 changed, by layer and time; how many blocks changed how often; and which blocks of the most restless layer froze when.
@@ -134,7 +174,7 @@ def train() -> str:
     """What `bame train` takes: its groups, and every option with its default."""
     from importlib.resources import files
 
-    from bame_cli import compose
+    from bame_cli import compose, studies
 
     groups = []
     for group in ("model", "dataset", "sparsity", "method", "recipe", "experiment", "logger"):
@@ -142,6 +182,8 @@ def train() -> str:
         listed = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir()) if folder.is_dir() else []
         extra = {"model": "any timm classifier by name", "sparsity": "any N:M, for example 2:4 or 1:16"}.get(group)
         groups.append(f"  {group:<12}{', '.join([*listed, *([extra] if extra else [])])}")
+    tables, scales = (", ".join(studies.known(kind)) for kind in ("table", "scale"))
+    groups += [f"  +table      {tables}", f"  scale       {scales}"]
     options = "\n".join(f"  {line}" for line in compose.composed([], plain=True).splitlines())
     return f"""bame train [group=option ...] [key=value ...] [-m] [--cfg job]
 
@@ -153,6 +195,9 @@ weights and result. The same command again says that it is finished, or goes on 
   bame train method=srste method.decay=1e-4 seed=1    a method and its options
   bame train -m method=bame,srste seed=0,1,2          a sweep: every combination, one after the other
   bame train experiment=imagenet_resnet50             model, data and recipe of a paper under one name
+  bame train -m method=bame,srste dry_run=true        its jobs: folders, states, expected bills; nothing is trained
+  bame train +table=methods_small scale=smoke         the runs of a table, finished or found finished
+  bame train search=bame                              Optuna looks for BAME's options
   bame train method=srste --cfg job                   what a command amounts to, without running it
   bame train +model.args.drop_path_rate=0.1           an argument of the model's own, with a plus sign
   bame train '+sparsity.overrides={{*.conv2:2:4}}'      another pattern for some layers, or `dense`

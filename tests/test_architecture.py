@@ -53,6 +53,24 @@ ROOMS = {
         "sparsity",
         "errors",
     },
+    "studies": {"folder", "errors"},
+    "tables": {"studies"},
+    "runs": {"studies", "errors"},
+    "rendering": {"tables", "studies"},
+    "page": {"pictures", "rendering", "tables", "studies"},
+    "pictures": {"plots", "studies", "tables", "errors"},
+    "planning": {
+        "compose",
+        "studies",
+        "address",
+        "report",
+        "blueprint",
+        "folder",
+        "config",
+        "methods",
+        "errors",
+    },
+    "sweeps": {"compose", "planning", "pictures", "run", "folder", "config", "words", "errors"},
     "bench": {"bench", "assembly", "blueprint", "config", "methods", "training", "sparsity", "errors"},
 }
 DOORS = {
@@ -64,8 +82,8 @@ DOORS = {
     "tqdm": {"training.log"},
     "safetensors": {"formats.plain"},
     "matplotlib": {"plots"},
-    "hydra": {"cli", "compose", "registration"},
-    "omegaconf": {"compose", "config", "registration"},
+    "hydra": {"sweeps", "compose", "registration"},
+    "omegaconf": {"compose", "config", "registration", "studies", "runs"},
 }
 
 
