@@ -24,7 +24,10 @@ def write_weights(
     metadata |= {"format": "pt", "patterns": json.dumps({name: str(pattern) for name, pattern in patterns.items()})}
     tensors = {name: _plain(value) for name, value in weights.items()}
     aside = path.with_suffix(".tmp")
+    aside.touch()
+    mode = aside.stat().st_mode  # what the user's files have; safetensors makes them private
     save_file(tensors, aside, metadata)
+    aside.chmod(mode)
     os.replace(aside, path)
 
 
