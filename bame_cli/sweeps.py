@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -133,7 +134,7 @@ def _job(node: Any) -> float:
         record |= _trained(node, None if alone else sweep / "jobs" / f"{hydra.job.num:04d}.log")
     if alone or follows():
         _outcomes.append(record)
-        if record["code"] == 1:
+        if record["status"] in ("failed", "diverged"):
             print(f"bame: {record['status']}: {record['error']}", file=sys.stderr)
     else:
         (sweep / "jobs").mkdir(parents=True, exist_ok=True)
@@ -154,6 +155,8 @@ def _trained(node: Any, log: Path | None) -> Record:
             print(f"bame: {error}", file=sys.stderr)
         return {"code": 2, "status": "refused", "error": str(error)}
     except Exception as error:
+        if log is None and isinstance(error, OSError):  # a full disk is no wrong command
+            return {"code": 1 if error.errno == errno.ENOSPC else 2, "status": "failed", "error": str(error)}
         if log is None:
             raise
         log.parent.mkdir(parents=True, exist_ok=True)
