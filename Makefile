@@ -26,8 +26,11 @@ scale ?= paper
 table-%: setup ## a paper's table: make table-cifar10 scale=smoke runs, finishes or finds its runs, and prints it
 	$(BIN)/bame train +table=$* scale=$(scale); code=$$?; $(BIN)/bame table $* scale=$(scale) && exit $$code
 
+# As many workers as cores, a file to a worker: tests compute on one thread each.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
+
 test: setup ## all tests, slow ones included
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 stress: setup ## kill training at 50 random instants, and compare with runs that were not (minutes)
 	$(BIN)/python -m pytest -m stress
@@ -36,7 +39,7 @@ check: setup ## the gate: format, lint, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 format: setup ## put the code into its format
 	$(BIN)/ruff check --fix .

@@ -199,6 +199,7 @@ def test_everything_that_draws_goes_on_after_a_cut_as_if_there_had_been_none(mon
         "recipe.clip_grad=1",
         "recipe.label_smoothing=0.1",
     ]
+    words += ["+recipe.optimizer_args.fused=true"]
     assert bame("train", *words, "run.dir=whole") == 0
     with monkeypatch.context() as patch:
         stop_at(patch, 3)

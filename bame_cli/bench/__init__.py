@@ -45,7 +45,7 @@ def _on_lanes(
     if "method" in parts:
         yield from steps.method_rows(lanes, step)
     if "projection" in parts:
-        yield from around.projection(list(lanes.values())[-1], rounds)
+        yield from around.projection(lanes[next(name for name in lanes if name != "dense")], rounds)
 
 
 def text(rows: list[Row]) -> str:

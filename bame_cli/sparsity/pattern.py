@@ -196,10 +196,13 @@ def keep_largest(score: Tensor, n: int, *, dim: int) -> Tensor:
         return _by_pairs(score, n, dim)
     nth = score.amax(dim, keepdim=True) if n == 1 else score.topk(n, dim).values.narrow(dim, n - 1, 1)
     mask = score >= nth
-    # The threshold keeps more than n only where entries tie with the n-th; those rare chunks are ranked in full.
+    # The threshold keeps more than n only where entries tie with the n-th; those rare blocks are ranked in full.
     if score.device.type != "meta" and int(mask.count_nonzero()) != score.numel() // m * n:
-        order = torch.sort(score, dim=dim, descending=True, stable=True).indices.narrow(dim, 0, n)
-        mask = torch.zeros_like(mask).scatter_(dim, order, True)
+        kept = mask.movedim(dim, -1)
+        crowded = kept.sum(-1) > n
+        tied = score.movedim(dim, -1)[crowded]
+        order = torch.sort(tied, dim=1, descending=True, stable=True).indices[:, :n]
+        kept[crowded] = torch.zeros_like(tied, dtype=torch.bool).scatter_(1, order, True)
     return mask
 
 
