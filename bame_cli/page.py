@@ -17,7 +17,7 @@ from bame_cli.studies import Job, Study
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1a1a1a; }
-table { border-collapse: collapse; font-size: 14px; } .wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 14px; white-space: nowrap; } .wide { overflow-x: auto; }
 th, td { padding: .25rem .7rem; text-align: left; border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }
 thead th { cursor: pointer; border-bottom: 2px solid #1a1a1a; white-space: nowrap; }
 th[aria-sort=ascending]::after { content: " \\25b2"; } th[aria-sort=descending]::after { content: " \\25bc"; }

@@ -73,7 +73,7 @@ def _against(
             _density_ticks(axes, points)
         axes.set(xlabel=label, ylabel="top-1 %, mean ± std over seeds", title=model)
         axes.grid(alpha=0.3)
-    _legend(drawn, len(looks))
+    _legend(drawn)
     _title(drawn, study)
     return drawn
 
@@ -111,7 +111,7 @@ def curves(study: Study, shown: Sequence[Line]) -> Any:
     first = grid[0]
     for row, (color, marker, style) in looks.items():
         first.plot([], [], color=color, marker=marker, linestyle=style, label=row)
-    _legend(drawn, len(looks))
+    _legend(drawn)
     _title(drawn, study)
     return drawn
 
@@ -188,18 +188,21 @@ def _looks(shown: Sequence[Line]) -> dict[str, tuple[str, str, str]]:
 
 
 def _name_patterns(axes: Any, shown: Sequence[Line], at: Callable[[Line], float | None]) -> None:
+    several = len({line.pattern for line in shown} - {None}) > 1
     for line in shown:
-        if line.pattern:
+        if line.pattern and several:
             axes.annotate(line.pattern, (at(line), line.mean), (4, 4), textcoords="offset points", fontsize=7)
 
 
-def _legend(drawn: Any, count: int) -> None:
-    """Below the panels, each entry once."""
+def _legend(drawn: Any) -> None:
+    """Below the panels, each entry once, in as many columns as the longest label lets fit; the figure grows for it."""
     found = dict[str, Any]()
     for axes in drawn.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    columns = min(4, count + 1)
+    width = 0.6 + 0.07 * max(map(len, found))  # inches of an entry at this size of letters
+    columns = max(1, min(4, int(drawn.get_figwidth() / width)))
+    drawn.set_figheight(drawn.get_figheight() + 0.17 * max(0, -(-len(found) // columns) - 3))
     drawn.legend(found.values(), found, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
 
 
