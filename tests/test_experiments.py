@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 from commands import bame, result
 from PIL import Image
-from test_training import write_fashion
-from torchvision.datasets import CIFAR10
+from test_training import write_cifar, write_fashion
 
 EXPERIMENTS = sorted(f.name.removesuffix(".yaml") for f in (files("bame_cli.conf") / "experiment").iterdir())
 # Of the recipe only what is long is cut; everything else is as shipped.
@@ -34,19 +32,6 @@ def write_imagenet(root: Path) -> None:
                 pixels = random.integers(0, 256, (240 + i, 300, 3), dtype=np.uint8)
                 picture = Image.fromarray(pixels).convert("L" if i == 0 else "RGB")
                 picture.save(root / part / kind / f"{kind}_{i}.JPEG")
-
-
-def write_cifar(root: Path, monkeypatch) -> None:
-    folder = root / CIFAR10.base_folder
-    folder.mkdir(parents=True)
-    random = np.random.default_rng(0)
-    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
-        batch = {"data": random.integers(0, 256, (8, 3072), dtype=np.uint8), "labels": list(range(8))}
-        (folder / name).write_bytes(pickle.dumps(batch))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {i}" for i in range(10)]}))
-    # The files are ours, so their checksums are not the published ones.
-    monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
 
 
 @pytest.mark.slow

@@ -125,18 +125,23 @@ def test_fashion_mnist_is_read_where_it_lies(tmp_path, place, packed):
     assert labels.dtype == torch.int64
 
 
-def test_cifar_is_read_from_its_pickles(tmp_path, monkeypatch):
+def write_cifar(root, monkeypatch) -> None:
     from torchvision.datasets import CIFAR10
 
-    folder = tmp_path / CIFAR10.base_folder
-    folder.mkdir()
+    folder = root / CIFAR10.base_folder
+    folder.mkdir(parents=True)
     random = np.random.default_rng(0)
     for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
         batch = {"data": random.integers(0, 256, (8, 3072), dtype=np.uint8), "labels": list(range(8))}
         (folder / name).write_bytes(pickle.dumps(batch))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {i}" for i in range(10)]}))
+    # The files are ours, so their checksums are not the published ones.
     monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+
+
+def test_cifar_is_read_from_its_pickles(tmp_path, monkeypatch):
+    write_cifar(tmp_path, monkeypatch)
     made = data.load("cifar10", root=str(tmp_path), look=COLOUR, download=False)
     assert made.facts == data.Facts(40, 8, 10, (3, 32, 32))
 
