@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from bame_cli import __version__, texts
-from bame_cli.errors import ConfigError, near_misses
+from bame_cli.errors import ConfigError, follows, near_misses
 from bame_cli.words import demand_one_of, one_name, positive, split, yes
 
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         code = _dispatch(words)
     except ConfigError as error:
-        if not _follows():  # rank 0 says it once for all
+        if not follows():  # rank 0 says it once for all
             print(f"bame: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
@@ -60,11 +60,6 @@ def _train(words: list[str]) -> int:
     from bame_cli import sweeps
 
     return sweeps.train(words)
-
-
-def _follows() -> bool:
-    """Whether torchrun started this process as one of several, and not the one that speaks."""
-    return int(os.environ.get("RANK", 0)) > 0
 
 
 # --- verbs that compose options without training ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 
 
@@ -17,3 +18,8 @@ def near_misses(word: str, known: Iterable[str], *, most: int = 3) -> str:
     close = [names[key] for key in difflib.get_close_matches(word.lower(), names, n=most, cutoff=0.6)]
     close = list(dict.fromkeys([*tails.values(), *close]))[:most]
     return f"; did you mean {', '.join(repr(name) for name in close)}?" if close else ""
+
+
+def follows() -> bool:
+    """Whether torchrun started this process as one of several, and not the one that speaks."""
+    return int(os.environ.get("RANK", 0)) > 0

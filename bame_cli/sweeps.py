@@ -18,7 +18,7 @@ from hydra.types import RunMode
 
 from bame_cli import compose, planning
 from bame_cli import folder as folders
-from bame_cli.errors import ConfigError
+from bame_cli.errors import ConfigError, follows
 from bame_cli.words import split, yes
 
 Record = dict[str, Any]
@@ -47,11 +47,6 @@ def train(words: list[str]) -> int:
         return _search(rest, sweep, refuse=bool(table) or dry)
     plan = planning.Plan(rest, table=table, scale=own["scale"] or "paper", root=Path(root))
     return _dry(plan) if dry else _sweep(plan, sweep, words)
-
-
-def follows() -> bool:
-    """Whether torchrun started this process as one of several, and not the one that speaks."""
-    return int(os.environ.get("RANK", 0)) > 0
 
 
 def _dry(plan: planning.Plan) -> int:

@@ -8,16 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from bame_cli import cli
+from commands import bame
 
 CONFIG = "model: {name: net}\ndataset: {name: %s}\nsparsity: {n: 2, m: 4}\nseed: %d\nrecipe: {lr: %s}\n"
-
-
-def bame(*words: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        cli.main(list(words))
-    return left.value.code
 
 
 @pytest.fixture(autouse=True)

@@ -10,18 +10,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from commands import bame
 from study_bed import study
 
-from bame_cli import cli, pictures, studies
+from bame_cli import pictures, studies
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = ["--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-
-
-def bame(*words: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        cli.main(list(words))
-    return left.value.code
 
 
 @pytest.fixture(autouse=True)

@@ -12,17 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import bame
 
-from bame_cli import cli, run
+from bame_cli import run
 
 TINY = ["dataset=synthetic", "dataset.train_size=64", "dataset.val_size=20", "dataset.image_size=8"]
 TINY += ["recipe.batch_size=16", "recipe.epochs=1", "method=srste"]
-
-
-def bame(*words: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        cli.main(list(words))
-    return left.value.code
 
 
 @pytest.fixture(autouse=True)

@@ -10,19 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import bame
 from study_bed import study
 
-from bame_cli import cli, compose, planning, rendering, studies
+from bame_cli import compose, planning, rendering, studies
 from bame_cli.errors import ConfigError
 
 NAMES = studies.known("table")
 PAPER = {"cifar10", "imagenet_resnet18", "imagenet_resnet50", "imagenet_deit", "decay_recipes", "bame_ablation"}
-
-
-def bame(*words: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        cli.main(list(words))
-    return left.value.code
 
 
 @pytest.fixture(autouse=True)
