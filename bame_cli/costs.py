@@ -15,9 +15,9 @@ from bame_cli.blueprint import Blueprint, blueprint, known_facts
 from bame_cli.config import Config
 from bame_cli.errors import ConfigError
 from bame_cli.methods import name_of
-from bame_cli.report import aligned
 from bame_cli.sparsity.flops import Bill, ForwardCost, spans
 from bame_cli.sparsity.pattern import Pattern
+from bame_cli.texts import aligned
 
 Row = dict[str, Any]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from bame_cli.studies import Job, Study
 from bame_cli.tables import Line, lines, unfinished
+from bame_cli.texts import aligned
 
 
 def show(study: Study, how: str) -> str:
@@ -18,11 +19,8 @@ def show(study: Study, how: str) -> str:
 
 
 def _text(study: Study, made: list[Line]) -> str:
-    table = cells(made)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    body = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
     head = f"{study.table.title}, scale={study.table.scale}: {study.command}"
-    return "\n".join([head, "", *body, "", *_notes(study, made)]).rstrip()
+    return "\n".join([head, "", aligned(cells(made)), "", *_notes(study, made)]).rstrip()
 
 
 def _notes(study: Study, made: list[Line]) -> list[str]:

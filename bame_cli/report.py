@@ -16,6 +16,7 @@ from bame_cli.blueprint import Blueprint
 from bame_cli.config import Config
 from bame_cli.methods import name_of
 from bame_cli.sparsity.flops import Bill
+from bame_cli.texts import aligned
 from bame_cli.training import models
 from bame_cli.training.distributed import Ranks
 from bame_cli.training.loop import Run
@@ -106,12 +107,6 @@ sparse: {report["layers_sparse"]} of {report["layers_total"]} layers, {share:.1f
 parameters: {report["parameters"]:,}, of them non-zero {report["parameters_nonzero"]:,}
 forward FLOPs of one image (2 x multiply-accumulates): {report["flops_dense"]:,} dense, \
 {report["flops_sparse"]:,} sparse ({ratio:.4f})"""
-
-
-def aligned(rows: list[tuple[str, ...]]) -> str:
-    """Columns as wide as their widest entry; numbers to the right would need units, so all to the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def closing(result: dict[str, Any], where: Path) -> list[str]:

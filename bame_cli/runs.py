@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from bame_cli import studies
 from bame_cli.errors import ConfigError
+from bame_cli.texts import aligned
 
 FILTERS = ("status", "method", "dataset", "model", "pattern", "seed")
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -114,13 +115,11 @@ def show(runs: list[Found], how: str, now: float) -> str:
         return json.dumps([run.record() for run in runs], indent=1)
     rows = [("status", "top-1 %", "train ÷ dense", "age", "folder")]
     rows += [_row(run, now) for run in runs]
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     counts: dict[str, int] = {}
     for run in runs:
         counts[run.status] = counts.get(run.status, 0) + 1
     said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-    return "\n".join([*lines, "", f"{len(runs)} runs{': ' if said else ''}{said}"])
+    return "\n".join([aligned(rows), "", f"{len(runs)} runs{': ' if said else ''}{said}"])
 
 
 def _row(run: Found, now: float) -> tuple[str, str, str, str, str]:

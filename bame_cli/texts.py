@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bame_cli import __version__
 
 BAME = f"""bame {__version__}: train N:M structured-sparse networks, with an honest bill of FLOPs
@@ -168,6 +170,12 @@ Takes every option of `bame train`: model, sparsity, amp, channels_last, device,
   bame bench model=resnet50 sparsity=1:16
   bame bench model=resnet50 sparsity=2:4 size=128 batch=32 methods=static,bame parts=steps,memory
 """
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest entry; numbers to the right would need units, so all to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def train() -> str:

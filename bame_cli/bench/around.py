@@ -7,6 +7,7 @@ import resource
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def loop(config: Config, rounds: int, device: torch.device) -> Iterator[Row]:
 
     Both see the data set of the options. And how long reading it takes of a bare epoch.
     """
-    data = load_data(config, device)
+    recipe = replace(config.recipe, epochs=1, warmup_epochs=0)
+    config, data = replace(config, recipe=recipe), load_data(config, device)
     calls = {
         "ours": lambda: _ours(config, data, device),
         "bare": lambda: _bare(config, data, device),
@@ -80,7 +82,6 @@ def loop(config: Config, rounds: int, device: torch.device) -> Iterator[Row]:
 
 
 def _ours(config: Config, data: Data, device: torch.device) -> None:
-    config.recipe.epochs, config.recipe.warmup_epochs = 1, 0
     with tempfile.TemporaryDirectory() as folder, RunLog(Path(folder), quiet=True) as log:
         run = build(blueprint(config, data.facts), data, Path(folder), (ALONE, device), log)
         run.checkpoints.folder.mkdir()
