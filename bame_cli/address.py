@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bame_cli.config import Config
 from bame_cli.errors import ConfigError
-from bame_cli.methods import name_of
+from bame_cli.methods import METHODS, name_of
 
 # Where things are, what is said and how often it is saved cannot change a result; on which device and by which of its
 # kernels it is computed changes rounding alone.
@@ -32,6 +33,8 @@ def digest(config: Config, *, seed: bool = True) -> str:
         options.pop("sparsity")
     if config.model.checkpoint:
         options["model"]["checkpoint"] = content(Path(config.model.checkpoint))
+    if before := parent(config):
+        options["model"]["parent"] = digest(before, seed=seed)
     return hashlib.sha256(json.dumps(_on(options), sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
@@ -41,6 +44,23 @@ def _on(options: Any) -> Any:
         return options
     kept = {key: _on(value) for key, value in options.items()}
     return {key: value for key, value in kept.items() if not (value is None or value is False or value in ([], {}))}
+
+
+def parent(config: Config) -> Config | None:
+    """The run whose final weights this one starts from by `model.parent`: the same but for its method, at defaults."""
+    if config.model.parent is None:
+        return None
+    kind = METHODS[config.model.parent]
+    seeded = {"seed": config.seed} if "seed" in kind.__dataclass_fields__ else {}
+    model, place = replace(config.model, parent=None), replace(config.run, dir=None)
+    return replace(config, model=model, method=kind(**seeded), run=place)
+
+
+def source(config: Config) -> Path | None:
+    """The file or run folder that the first weights come from; None when the model brings its own."""
+    if before := parent(config):
+        return folder(before)
+    return Path(config.model.checkpoint) if config.model.checkpoint else None
 
 
 def content(path: Path) -> str:

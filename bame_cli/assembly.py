@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from bame_cli.address import source
 from bame_cli.blueprint import Blueprint, model_options, optimization
 from bame_cli.config import Config
 from bame_cli.sparsity.flops import Bill
@@ -54,7 +55,9 @@ def build(plan: Blueprint, data: Data, where: Path, place: tuple[Ranks, torch.de
 def _model(plan: Blueprint, data: Data, device: torch.device) -> nn.Module:
     config = plan.config
     options = model_options(config, plan.facts.classes)
-    model = models.create(image_shape=data.image_shape, pretrained=config.model.pretrained, **options)
+    model = models.create(
+        image_shape=data.image_shape, pretrained=config.model.pretrained and not config.model.parent, **options
+    )
     _load_weights(config, model)
     if config.sync_batchnorm:
         model = models.synchronized(model)
@@ -82,8 +85,8 @@ def _settings(config: Config) -> Settings:
 
 
 def _load_weights(config: Config, model: nn.Module) -> None:
-    if not config.model.checkpoint:
+    path = source(config)
+    if path is None:
         return
-    path = Path(config.model.checkpoint)
     for note in models.load_weights(model, path / "model.safetensors" if path.is_dir() else path):
         logger.info(note)

@@ -20,11 +20,15 @@ from bame_cli.sparsity.pattern import Pattern
 
 @dataclass
 class ModelConfig:
-    """`name`: a timm model. `args`: further arguments of its constructor. `checkpoint`: weights to start from."""
+    """`name`: a timm model. `args`: further arguments of its constructor.
+
+    Weights to start from: `checkpoint`, a file or run folder, or those of the same run by another method, `parent`.
+    """
 
     name: str = MISSING
     pretrained: bool = False
     checkpoint: str | None = None
+    parent: str | None = None
     width: int | None = None
     args: dict[str, Any] = field(default_factory=dict)
 
@@ -249,6 +253,8 @@ def validate(config: Config) -> None:
     for key, known in _ONE_OF.items():
         if _get(config, key) not in known:
             raise ConfigError(f"{key}={_get(config, key)}: one of {', '.join(known)}")
+    if config.model.parent not in (None, *METHODS):
+        raise ConfigError(f"model.parent={config.model.parent}: the method of a run, one of {', '.join(METHODS)}")
 
 
 def _get(config: Config, key: str) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from bame_cli import __version__
 from bame_cli import folder as folders
-from bame_cli.address import content, digest
+from bame_cli.address import content, digest, source
 from bame_cli.blueprint import Blueprint
 from bame_cli.config import Config
 from bame_cli.methods import name_of
@@ -30,10 +30,10 @@ def preface(plan: Blueprint, about: str, where: Path, place: tuple[Ranks, torch.
     sparsity = (
         f" at {target}: keep {target.n} of {target.m}, {100 * float(1 - target.density):.4g} % sparse" if target else ""
     )
-    source = config.model.checkpoint or ("pretrained" if config.model.pretrained else "random weights")
+    begins = source(config) or ("pretrained" if config.model.pretrained else "random weights")
     lines = {
         "model": f"{config.model.name}, {plan.parameters / 1e6:.2f} M parameters, {facts.classes} classes, "
-        f"from {source}",
+        f"from {begins}",
         "data": f"{config.dataset.name}: {about}; {facts.train} training and {facts.val} validation "
         f"images of {'x'.join(map(str, facts.image_shape))}",
         "method": f"{name_of(config.method)}{sparsity}",
@@ -140,8 +140,7 @@ def closing(result: dict[str, Any], where: Path) -> list[str]:
 
 def _weights_source(config: Config) -> dict[str, str] | None:
     """Where the first weights came from, exactly enough to have them again."""
-    if config.model.checkpoint:
-        path = Path(config.model.checkpoint)
+    if path := source(config):
         return {"file": str(path), "sha256": content(path)}
     if config.model.pretrained:
         return {"timm": models.weights_tag(config.model.name)}
@@ -235,8 +234,8 @@ def _flops(plan: Blueprint, bill: Bill) -> dict[str, Any]:
 
 def _inherited(config: Config) -> int:
     """The bill of the run that these weights came from, with what that one inherited; 0 for other weights."""
-    if not config.model.checkpoint:
+    path = source(config)
+    if path is None:
         return 0
-    path = Path(config.model.checkpoint)
     parent = folders.result_of(path if path.is_dir() else path.parent)
     return parent["flops"]["train"] + parent["flops"]["inherited"] if parent and "flops" in parent else 0

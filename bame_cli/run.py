@@ -14,7 +14,7 @@ import torch
 
 from bame_cli import __version__, plots
 from bame_cli import folder as folders
-from bame_cli.address import digest, folder
+from bame_cli.address import digest, folder, parent, source
 from bame_cli.assembly import build
 from bame_cli.blueprint import Blueprint, blueprint, load_data
 from bame_cli.config import Config
@@ -57,6 +57,7 @@ def run(config: Config, config_text: str) -> Outcome:
     if result and result["status"] == "finished":
         print(f"finished already: top-1 {result['top1']:.2f} %, {where} (run.overwrite=true trains it again)")
         return Outcome(0, where, result)
+    _demand_parent(config)
     data = ranks.first(lambda: load_data(config, device))
     plan = blueprint(config, data.facts)
     _demand_parts(config, ranks, device)
@@ -81,6 +82,18 @@ def _found(config: Config, where: Path, mark: str) -> tuple[bool, dict[str, Any]
     if ours and config.run.resume == "never" and (result is None or result["status"] != "finished"):
         raise ConfigError(f"{where} holds an unfinished run: run.resume=auto goes on, run.overwrite=true starts again")
     return ours, result
+
+
+def _demand_parent(config: Config) -> None:
+    """Raise ConfigError when the run that this one starts from is not finished."""
+    if before := parent(config):
+        where = folder(before)
+        result = folders.result_of(where)
+        if result is None or result["status"] != "finished":
+            raise ConfigError(
+                f"model.parent={config.model.parent}: {where} holds no finished run; it is made by this command with "
+                f"method={config.model.parent} and without model.parent"
+            )
 
 
 def _demand_parts(config: Config, ranks: Ranks, device: torch.device) -> None:
@@ -208,10 +221,10 @@ def resume(plan: Blueprint, run: Run) -> None:
 def _notes(plan: Blueprint) -> list[str]:
     config = plan.config
     notes = models.warnings(config.model.name, plan.facts.image_shape[1]) + config.method.warnings()
-    if config.method.wants_dense_weights and not (config.model.pretrained or config.model.checkpoint):
+    if config.method.wants_dense_weights and not (config.model.pretrained or source(config)):
         notes.append(
             f"{name_of(config.method)} prunes dense-trained weights, and these are random: "
-            "set model.pretrained=true or model.checkpoint=<file or run folder>"
+            "set model.pretrained=true, model.checkpoint=<file or run folder>, or model.parent=dense"
         )
     if plan.cost.not_counted:
         notes.append(f"not counted in the bill: {', '.join(plan.cost.not_counted)}")

@@ -36,7 +36,7 @@ ROOMS = {
     "costs": {"texts", "report", "blueprint", "folder", "config", "methods", "sparsity", "errors"},
     "plots": {"evolution", "errors"},
     "evolution": {"errors"},
-    "assembly": {"blueprint", "config", "training", "sparsity", "errors"},
+    "assembly": {"address", "blueprint", "config", "training", "sparsity", "errors"},
     "run": {
         "address",
         "assembly",
@@ -75,7 +75,7 @@ ROOMS = {
     "bench": {"bench", "assembly", "blueprint", "config", "methods", "training", "sparsity", "errors"},
 }
 DOORS = {
-    "timm": {f"training.{room}" for room in ("models", "optim", "augment", "average", "precision")},
+    "timm": {f"training.{room}" for room in ("models", "small_networks", "optim", "augment", "average", "precision")},
     "huggingface_hub": {"training.models"},
     "torchvision": {"training.pictures", "training.arrays"},
     "sklearn": {"training.arrays"},

@@ -135,6 +135,24 @@ def test_asp_inherits_the_bill_of_its_parent():
     assert grandchild["flops"]["inherited"] == parent["flops"]["train"] + child["flops"]["train"]
 
 
+def test_a_parent_is_the_same_run_by_another_method(capsys):
+    asp = ["train", *words_for("asp"), "model.parent=dense", "run.dir=child"]
+    assert bame(*asp) == 2
+    said = capsys.readouterr().err
+    assert "model.parent=dense: outputs/synthetic/resnet20_cifar/dense/seed0-" in said
+    assert not Path("child").exists()
+    assert bame("train", *words_for("dense")) == 0
+    dense = json.loads((only_run() / "result.json").read_text())
+    assert bame(*asp) == 0
+    child = json.loads(Path("child", "result.json").read_text())
+    assert child["flops"]["inherited"] == dense["flops"]["train"]
+    assert "warning: asp" not in capsys.readouterr().out
+    assert bame("train", *words_for("asp"), f"model.checkpoint={only_run()}", "run.dir=by_file") == 0
+    by_file = json.loads(Path("by_file", "result.json").read_text())
+    assert by_file["top1"] == child["top1"]
+    assert by_file["digest"] != child["digest"]
+
+
 def test_asp_without_weights_says_so_loudly(capsys):
     assert bame("train", *words_for("asp")) == 0
     assert "warning: asp prunes dense-trained weights" in capsys.readouterr().out
@@ -180,6 +198,7 @@ def test_a_list_without_m_names_the_flag(capsys):
         (["train", "recipe.warmup_epochs=100"], "recipe.warmup_epochs"),
         (["train", "recipe.optimizer=muon"], "BAME needs dropped weights to rest"),
         (["train", "model.checkpoint=none.pt"], "no such file"),
+        (["train", "model.parent=asap"], "one of dense, static"),
         (["train", f"model.checkpoint={__file__}"], "no checkpoint we can read"),
         (["train", "device=cuda:77"], "device=cuda:77"),
         (["train", "digits"], "not key=value"),
