@@ -32,7 +32,7 @@ from bame_cli.methods.base import Layers, Shapes
 from bame_cli.methods.master import RampMethod
 from bame_cli.methods.optimizers import clear_state, demand_zeros_kept
 from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_order, demand_share
-from bame_cli.methods.windows import Window, barred, frozen_share
+from bame_cli.methods.windows import Calendar, Window, barred, frozen_share
 from bame_cli.sparsity.flops import ONE, Densities, Density
 from bame_cli.sparsity.pattern import Picked, lowest, row_slices, zero_where_
 
@@ -47,6 +47,7 @@ class BAME(RampMethod):
     """
 
     designate: float = 0.2
+    taper: float = 0.0
     interval: int = 100
     start: float = 0.0
     stop: float = 0.9
@@ -60,7 +61,7 @@ class BAME(RampMethod):
 
     def validate(self) -> None:
         demand_share(ramp=self.ramp, designate=self.designate, start=self.start, stop=self.stop, warmup=self.warmup)
-        demand_at_least(0, decay=self.decay)
+        demand_at_least(0, decay=self.decay, taper=self.taper)
         demand_at_least(1, interval=self.interval)
         demand_one_of(("small", "gap", "random"), pick=self.pick)
         demand_one_of(("sparse", "dense"), warmup_grad_input=self.warmup_grad_input)
@@ -75,48 +76,38 @@ class BAME(RampMethod):
 
     def plan(self, shapes: Shapes, total_steps: int) -> None:
         super().plan(shapes, total_steps)
-        self.warm = at_share(self.warmup, total_steps)
-        self.first, self.last = max(self.warm, at_share(self.start, total_steps)), at_share(self.stop, total_steps)
+        warm = at_share(self.warmup, total_steps)
+        first, last = max(warm, at_share(self.start, total_steps)), at_share(self.stop, total_steps)
+        self.calendar = Calendar(warm, first, last, self.interval, self.designate, self.taper)
         self.num_blocks = {name: self.patterns[name].num_blocks(shape) for name, shape in self.shapes.items()}
         self.short = dict[str, int]()
 
     def scheduled(self, name: str, step: int) -> int:
         """How many blocks of a layer step `step` designates, frozen ones aside."""
-        stage, blocks = self.stage_at(name, step), self.num_blocks[name]
-        if stage.n == stage.m:
-            return 0
-        if step < self.warm:
-            return blocks
-        return round(self.designate * blocks) if self.first <= step < self.last else 0
+        stage = self.stage_at(name, step)
+        return 0 if stage.n == stage.m else round(self.calendar.share_at(step) * self.num_blocks[name])
 
     def began(self, step: int) -> list[int]:
         """The step at which the designation that holds at `step` was due, and the stages it was made for."""
-        return [self._due(step), *self.stages_now(step)]
-
-    def _due(self, step: int) -> int:
-        if step < self.warm:
-            return 0
-        if step >= self.last:
-            return max(self.warm, self.last)
-        return self.warm if step < self.first else step - (step - self.first) % self.interval
+        return [self.calendar.due(step), *self.stages_now(step)]
 
     def densities(self, step: int) -> Densities:
-        phase = "warm" if step < self.warm else "adapt" if self.first <= step < self.last else "fixed"
-        key = (phase, *self.stages_now(step), *(self.short.values() if phase == "adapt" else ()))
+        short = self.short if self.calendar.first <= step < self.calendar.last else {}
+        key = (step < self.calendar.warm, self.calendar.share_at(step), *self.stages_now(step), *short.values())
         if key not in self.costs:
-            counts = {name: self.scheduled(name, step) for name in self.patterns}
-            counts |= self.short if phase == "adapt" else {}
+            counts = {name: self.scheduled(name, step) for name in self.patterns} | short
             self.costs[key] = {name: self._cost(name, count, step) for name, count in counts.items()}
         return self.costs[key]
 
     def _cost(self, name: str, designated: int, step: int) -> Density:
         d = self.stage_at(name, step).density
-        grad_input = ONE if step < self.warm and self.warmup_grad_input == "dense" else d
+        grad_input = ONE if step < self.calendar.warm and self.warmup_grad_input == "dense" else d
         return Density(d, grad_input, d + Fraction(designated, self.num_blocks[name]) * (ONE - d))
 
     def warnings(self) -> list[str]:
-        if self.first >= self.last:
-            return [f"the mask never adapts after warm-up: start {self.first} is not before stop {self.last} (steps)"]
+        first, last = self.calendar.first, self.calendar.last
+        if first >= last:
+            return [f"the mask never adapts after warm-up: start {first} is not before stop {last} (steps)"]
         if self.designate == 0:
             return ["method.designate=0: no block is ever designated after warm-up; this is a fixed mask"]
         return []
@@ -192,7 +183,7 @@ class BAME(RampMethod):
 
     def designate_blocks(self, name: str, count: int, step: int) -> None:
         """Close the layer's window, if any, and open one over `count` blocks; all of them train W as a whole."""
-        free = count == self.num_blocks[name] and (step < self.warm or self.freeze_after is None)
+        free = count == self.num_blocks[name] and (step < self.calendar.warm or self.freeze_after is None)
         if free and name in self.free:
             return
         self._close(name)

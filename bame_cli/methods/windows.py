@@ -14,6 +14,39 @@ from bame_cli.sparsity.pattern import Pattern, Picked, keep_largest
 _STRIDED = 8
 
 
+@dataclass(frozen=True)
+class Calendar:
+    """When blocks are designated and which share of them: pure functions of the step.
+
+    All of them before step `warm`; from `first` to before `last` a share that falls as (1 - progress) ** taper,
+    designated anew every `interval` steps; none from `last` on.
+    """
+
+    warm: int
+    first: int
+    last: int
+    interval: int
+    share: float
+    taper: float
+
+    def due(self, step: int) -> int:
+        """The step at which the designation that holds at `step` was made."""
+        if step < self.warm:
+            return 0
+        if step >= self.last:
+            return max(self.warm, self.last)
+        return self.warm if step < self.first else step - (step - self.first) % self.interval
+
+    def share_at(self, step: int) -> float:
+        """The share of a layer's blocks that is designated at `step`."""
+        if step < self.warm:
+            return 1.0
+        if not self.first <= step < self.last:
+            return 0.0
+        left = 1 - (self.due(step) - self.first) / (self.last - self.first)
+        return self.share * left**self.taper
+
+
 @dataclass
 class Window:
     """The designated blocks of one layer: all their weights, and which of them are kept, both (blocks, M)."""
