@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test stress check format cards clean
+.PHONY: help setup train study test stress check format cards clean
 
 help: ## list the targets
 	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,17 @@ train: setup ## the main job: a small residual network, N:M sparse by BAME, on h
 scale ?= paper
 table-%: setup ## a paper's table: make table-cifar10 scale=smoke runs, finishes or finds its runs, and prints it
 	$(BIN)/bame train +table=$* scale=$(scale); code=$$?; $(BIN)/bame table $* scale=$(scale) && exit $$code
+
+# Each run by itself on one core; one that is finished is found, one that was cut goes on.
+STUDIES ?= study_bame study
+jobs ?= $(shell nproc)
+study: setup ## docs/study.md's runs and results/: make study jobs=2 STUDIES=study
+	for name in $(STUDIES); do \
+		OMP_NUM_THREADS=1 $(BIN)/bame train +table=$$name hydra/launcher=joblib hydra.launcher.n_jobs=$(jobs); \
+		mkdir -p results/$$name && $(BIN)/bame table $$name format=md out=results/$$name/table.md && \
+		$(BIN)/bame table $$name format=jsonl out=results/$$name/runs.jsonl && \
+		$(BIN)/bame plot $$name out=results/$$name || exit 1; \
+	done
 
 # As many workers as cores, a file to a worker: tests compute on one thread each.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile

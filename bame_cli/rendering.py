@@ -1,4 +1,4 @@
-"""`bame table`: the lines of a table as text, Markdown, LaTeX, CSV or JSON. No torch, no Hydra."""
+"""`bame table`: a table as text, Markdown, LaTeX, CSV or JSON, its runs as JSON lines. No torch, no Hydra."""
 
 from __future__ import annotations
 
@@ -202,5 +202,11 @@ def _document(study: Study, made: list[Line]) -> dict[str, Any]:
     }
 
 
-_WRITERS = {"text": _text, "md": _markdown, "latex": _latex, "csv": _csv, "json": _json}
+def _jsonl(study: Study, made: list[Line]) -> str:
+    """A line per run: its row, its words, its state, and all that its result says. To be kept, and computed with."""
+    said = ({"row": job.row, "words": job.overrides, "status": job.status} | job.result for job in study.jobs)
+    return "\n".join(json.dumps(record, ensure_ascii=False) for record in said)
+
+
+_WRITERS = {"text": _text, "md": _markdown, "latex": _latex, "csv": _csv, "json": _json, "jsonl": _jsonl}
 FORMATS = tuple(_WRITERS)

@@ -104,10 +104,11 @@ evaluates it on the run's validation images (verify=false leaves that out). Exit
 ONNX needs more packages: pip install 'bame-cli[onnx]'. Options of the evaluation may follow, dataset.root= above all.
 """
 
-TABLE = """bame table <name> [scale=paper|small|smoke] [format=text|md|latex|csv|json] [strict=true] [root=] [out=file]
+TABLE = """bame table <name> [scale=paper|small|smoke] [format=<format>] [strict=true] [root=] [out=file]
 
 What the runs of a table came to: top-1 as mean ± standard deviation (runs), training and inference FLOPs against dense,
 beside published figures with their sources. Reads result.json files only; the same runs give the same bytes.
+Formats: text, md, latex, csv, json, and jsonl, which is a line per run with all that its result says.
 
   bame train +table=methods_small scale=smoke         makes the runs: finishes them, or finds them finished
   bame table methods_small scale=smoke format=md

@@ -29,7 +29,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 def test_every_table_of_the_paper_is_there():
-    assert set(NAMES) == PAPER | {"methods_small", "study"}
+    assert set(NAMES) == PAPER | {"methods_small", "study", "study_bame"}
     assert studies.known("scale") == ["paper", "small", "smoke"]
 
 
@@ -96,6 +96,20 @@ def test_a_cell_is_mean_and_sample_deviation_over_seeds_beside_the_published_val
     out = capsys.readouterr().out
     assert "72.00 ± 1.00 (3)" in out
     assert "BAME abstract, ICML 2025" in out
+
+
+def test_json_lines_are_the_runs_with_all_that_their_results_say(capsys):
+    study(bame1=None)
+    assert bame("table", "imagenet_resnet50", "format=jsonl") == 0
+    made = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(run["row"], run["status"], run.get("top1")) for run in made] == [
+        ("SR-STE", "finished", 71.0),
+        ("SR-STE", "finished", 72.0),
+        ("BAME", "finished", 71.0),
+        ("BAME", "missing", None),
+    ]
+    assert made[0]["words"] == ["method=srste", "sparsity=1:16", "seed=0"]
+    assert made[0]["flops"]["train"] == 40
 
 
 def test_published_rows_that_nobody_ran_stand_there_without_figures_of_ours(capsys):
@@ -181,7 +195,7 @@ def test_a_root_that_was_moved_is_read_where_it_is(capsys):
         (["nosuch"], "no such table"),
         (["imagenet_resnet5"], "did you mean 'imagenet_resnet50'"),
         (["cifar10", "scale=big"], "paper, small, smoke"),
-        (["cifar10", "format=xml"], "text, md, latex, csv or json"),
+        (["cifar10", "format=xml"], "text, md, latex, csv, json or jsonl"),
         (["cifar10"], "bame train +table=cifar10 scale=paper makes the runs"),
         ([], "bame table <name>"),
         (["cifar10", "sclae=smoke"], "sclae=smoke has no place here"),
