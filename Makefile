@@ -32,7 +32,7 @@ jobs ?= $(shell nproc)
 study: setup ## docs/study.md's runs and results/: make study jobs=2 STUDIES=study
 	for name in $(STUDIES); do \
 		OMP_NUM_THREADS=1 $(BIN)/bame train +table=$$name hydra/launcher=joblib hydra.launcher.n_jobs=$(jobs); \
-		mkdir -p results/$$name && $(BIN)/bame table $$name format=md out=results/$$name/table.md && \
+		mkdir -p results/$$name && $(BIN)/bame table $$name format=md against=SR-STE out=results/$$name/table.md && \
 		$(BIN)/bame table $$name format=jsonl out=results/$$name/runs.jsonl && \
 		$(BIN)/bame plot $$name out=results/$$name || exit 1; \
 	done

@@ -175,13 +175,15 @@ def _network(verb: str) -> Callable[[list[str]], int]:
 
 
 def _table(words: list[str]) -> int:
-    own, rest = split(words, {"scale": "paper", "format": "text", "strict": "false", "root": "outputs", "out": ""})
+    own, rest = split(
+        words, {"scale": "paper", "format": "text", "against": "", "strict": "false", "root": "outputs", "out": ""}
+    )
     name = one_name(rest, "bame table <name> [scale=paper|small|smoke] [format=md] [strict=true] [out=file]")
     from bame_cli import rendering, studies, tables
 
     demand_one_of(rendering.FORMATS, format=own["format"])
     strict, study = yes("strict", own["strict"]), studies.read(name, own["scale"], Path(own["root"]))
-    shown, missing = rendering.show(study, own["format"]), tables.unfinished(study)
+    shown, missing = rendering.show(study, own["format"], rival=own["against"]), tables.unfinished(study)
     if own["out"]:
         Path(own["out"]).write_text(shown + "\n")
     print(own["out"] or shown)

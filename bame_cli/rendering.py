@@ -9,13 +9,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from bame_cli.studies import Job, Study
-from bame_cli.tables import Line, lines, unfinished
+from bame_cli.tables import Line, against, lines, unfinished
 from bame_cli.texts import aligned
 
 
-def show(study: Study, how: str) -> str:
-    """The table in one of FORMATS; the same bytes for the same runs. CSV and JSON do not round."""
-    return _WRITERS[how](study, lines(study))
+def show(study: Study, how: str, *, rival: str = "") -> str:
+    """The table in one of FORMATS; the same bytes for the same runs. CSV and JSON do not round.
+
+    rival: a row that all others are compared with, seed by seed.
+    """
+    made = lines(study)
+    return _WRITERS[how](study, against(made, rival) if rival else made)
 
 
 def _text(study: Study, made: list[Line]) -> str:
@@ -24,8 +28,9 @@ def _text(study: Study, made: list[Line]) -> str:
 
 
 def _notes(study: Study, made: list[Line]) -> list[str]:
-    """What stands below a table: what its scale says of it, sources, runs that do not count."""
-    return [*filter(None, [study.table.note]), *sources(made), *map(plain, unfinished(study))]
+    """What stands below a table: what its scale says of it, how it compares, sources, runs that do not count."""
+    compared = "ahead of: mean of the differences seed by seed, ± their standard error" if any(map(_lead, made)) else ""
+    return [*filter(None, [study.table.note, compared]), *sources(made), *map(plain, unfinished(study))]
 
 
 def cells(made: list[Line]) -> list[list[str]]:
@@ -36,6 +41,7 @@ def cells(made: list[Line]) -> list[list[str]]:
         "method": [line.row for line in made],
         "pattern": [line.pattern or "" for line in made],
         "top-1 %": [_accuracy(line) for line in made],
+        f"ahead of {next((line.rival.row for line in made if line.rival), '')}": [_lead(line) for line in made],
         "train ÷ dense": [_ratio(line.bill("train_ratio")) for line in made],
         "with dense grad_input": [_ratio(line.bill("train_ratio_dense_grad_input")) for line in made],
         "with inherited": [_ratio(line.inherited_ratio) for line in made]
@@ -60,6 +66,12 @@ def _accuracy(line: Line) -> str:
     spread = "" if line.std is None else f" ± {line.std:.2f}"
     all_of = len(line.finished) == len(line.jobs)
     return f"{line.mean:.2f}{spread} ({len(line.finished)}{'' if all_of else f' of {len(line.jobs)}'})"
+
+
+def _lead(line: Line) -> str:
+    if line.lead is None:
+        return ""
+    return f"{line.lead:+.2f}" + ("" if line.lead_error is None else f" ± {line.lead_error:.2f}")
 
 
 def _ratio(value: float | None) -> str:
@@ -149,6 +161,9 @@ def _record(line: Line) -> dict[str, Any]:
         "pattern": line.pattern,
         "top1_mean": line.mean,
         "top1_std": line.std,
+        "ahead_of": line.rival.row if line.rival else None,
+        "lead": line.lead,
+        "lead_error": line.lead_error,
         "finished": len(line.finished),
         "runs": len(line.jobs),
         "train_ratio": line.bill("train_ratio"),

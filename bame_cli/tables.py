@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
+from bame_cli.errors import ConfigError, near_misses
 from bame_cli.studies import Job, Published, Study
 
 
@@ -12,7 +14,8 @@ from bame_cli.studies import Job, Published, Study
 class Line:
     """The runs of one row at one pattern that differ in their seeds alone; or a published figure that nobody ran here.
 
-    `row`: the table's word for it, with what sets it apart where a row holds several recipes.
+    `row`: the table's word for it, with what sets it apart where a row holds several recipes. `rival`: the line that it
+    is compared with.
     """
 
     row: str
@@ -21,6 +24,7 @@ class Line:
     jobs: list[Job]
     published: Published | None
     comparable: bool
+    rival: Line | None = None
 
     @property
     def finished(self) -> list[Job]:
@@ -46,6 +50,22 @@ class Line:
         if self.published is None or self.mean is None or not self.comparable:
             return None
         return self.mean - self.published.top1
+
+    @property
+    def leads(self) -> list[float]:
+        """Points of top-1 ahead of the rival, a figure per seed that both have finished."""
+        theirs = {job.seed: job.result["top1"] for job in self.rival.finished} if self.rival else {}
+        return [job.result["top1"] - theirs[job.seed] for job in self.finished if job.seed in theirs]
+
+    @property
+    def lead(self) -> float | None:
+        """The mean of `leads`."""
+        return mean(self.leads) if self.leads else None
+
+    @property
+    def lead_error(self) -> float | None:
+        """Its standard error, over seeds; None for fewer than two."""
+        return stdev(self.leads) / math.sqrt(len(self.leads)) if len(self.leads) > 1 else None
 
     def bill(self, key: str) -> float | None:
         """The mean of a ratio of the runs' bills."""
@@ -83,6 +103,18 @@ def lines(study: Study) -> list[Line]:
     run = {(row, pattern) for row, _, pattern, _ in cells}
     others = [p for p in table.published if (p.row, p.pattern) not in run]
     return made + [Line(p.row, p.model or "", p.pattern, [], p, False) for p in others]
+
+
+def against(made: list[Line], row: str) -> list[Line]:
+    """The lines, each with its rival: the line of this row for the same network and pattern.
+
+    Raises ConfigError when no line has that row.
+    """
+    rivals = {(line.model, line.pattern): line for line in made if line.row == row and line.jobs}
+    if not rivals:
+        known = list(dict.fromkeys(line.row for line in made if line.jobs))
+        raise ConfigError(f"against={row}: no such row{near_misses(row, known)} ({', '.join(known)})")
+    return [replace(line, rival=rivals.get((line.model, line.pattern))) if line.row != row else line for line in made]
 
 
 def _labels(cells: dict[tuple[str, str, str | None, str], list[Job]]) -> dict[tuple[str, str, str | None, str], str]:

@@ -104,14 +104,16 @@ evaluates it on the run's validation images (verify=false leaves that out). Exit
 ONNX needs more packages: pip install 'bame-cli[onnx]'. Options of the evaluation may follow, dataset.root= above all.
 """
 
-TABLE = """bame table <name> [scale=paper|small|smoke] [format=<format>] [strict=true] [root=] [out=file]
+TABLE = """bame table <name> [scale=paper|small|smoke] [format=<format>] [against=<row>] [strict=true] [out=file]
 
 What the runs of a table came to: top-1 as mean ± standard deviation (runs), training and inference FLOPs against dense,
 beside published figures with their sources. Reads result.json files only; the same runs give the same bytes.
-Formats: text, md, latex, csv, json, and jsonl, which is a line per run with all that its result says.
+against=SR-STE adds by how many points each row leads that one: mean and standard error of the differences seed by seed.
+Formats: text, md, latex, csv, json, and jsonl, which is a line per run with all that its result says. root= says where
+the runs are, outputs unless given.
 
   bame train +table=methods_small scale=smoke         makes the runs: finishes them, or finds them finished
-  bame table methods_small scale=smoke format=md
+  bame table methods_small scale=smoke format=md against=SR-STE
   bame table imagenet_resnet50 format=latex out=table.tex
 
 Tables: see conf/table/, or the path of a file of your own like those. The difference to a published figure is taken at

@@ -54,7 +54,7 @@ ROOMS = {
         "errors",
     },
     "studies": {"folder", "errors"},
-    "tables": {"studies"},
+    "tables": {"studies", "errors"},
     "runs": {"texts", "studies", "errors"},
     "rendering": {"texts", "tables", "studies"},
     "page": {"pictures", "rendering", "tables", "studies"},

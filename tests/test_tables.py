@@ -112,6 +112,18 @@ def test_json_lines_are_the_runs_with_all_that_their_results_say(capsys):
     assert made[0]["flops"]["train"] == 40
 
 
+def test_rows_are_compared_seed_by_seed(capsys):
+    study(seeds=(0, 1, 2), bame0={"top1": 71.5}, bame1={"top1": 72.5}, bame2={"status": "diverged"})
+    found = row(rows(capsys, "against=SR-STE"), "BAME")
+    assert (found["ahead_of"], found["lead"], found["lead_error"]) == ("SR-STE", 0.5, 0.0)
+    assert row(rows(capsys, "against=SR-STE"), "SR-STE")["lead"] is None
+    assert row(rows(capsys), "BAME")["lead"] is None
+    assert bame("table", "imagenet_resnet50", "against=SR-STE") == 0
+    assert "+0.50 ± 0.00" in capsys.readouterr().out
+    assert bame("table", "imagenet_resnet50", "against=SRSTE") == 2
+    assert "against=SRSTE: no such row; did you mean 'SR-STE'? (SR-STE, BAME)" in capsys.readouterr().err
+
+
 def test_published_rows_that_nobody_ran_stand_there_without_figures_of_ours(capsys):
     study()
     found = row(rows(capsys), "Bi-Mask", "2:4")
