@@ -428,7 +428,7 @@ def test_a_layer_without_gradient_keeps_its_trained_dropped_weights():
     assert close(layer.method.master["layer"], trained)
 
 
-def naive_live(weight, grads, *, n, share, interval, decay, lr, stop, warm, oscillation, freeze_after):
+def naive_live(weight, grads, *, n, share, taper, interval, decay, lr, stop, warm, oscillation, freeze_after):
     """The rule as METHODS words it, block by block and weight by weight; yields the effective rows after each step."""
     rows = [row[:] for row in weight]
     keep = [sorted(range(len(r)), key=lambda i, r=r: (-abs(r[i]), i))[:n] for r in rows]
@@ -441,7 +441,8 @@ def naive_live(weight, grads, *, n, share, interval, decay, lr, stop, warm, osci
         elif (step - warm) % interval == 0:
             price = {b: min(abs(r[i]) for i in keep[b]) * (1 + flips[b] / oscillation) for b, r in enumerate(rows)}
             able = [b for b in sorted(price, key=price.get) if flips[b] < freeze_after]
-            chosen = set(able[: round(share * len(rows))])
+            left = (stop - step) / (stop - warm)
+            chosen = set(able[: round(share * left**taper * len(rows))])
         for b, row in enumerate(rows):
             for i in range(len(row)):
                 if i in keep[b]:
@@ -457,16 +458,17 @@ def naive_live(weight, grads, *, n, share, interval, decay, lr, stop, warm, osci
 
 @pytest.mark.parametrize("pattern", ["1:4", "2:4"])
 @pytest.mark.parametrize("warm", [0, 6])
+@pytest.mark.parametrize(("share", "taper"), [(0.4, 0.0), (1.0, 1.5)])
 @pytest.mark.parametrize(("oscillation", "freeze_after"), [(math.inf, 10**6), (2.0, 10**6), (math.inf, 3)])
-def test_live_against_a_naive_rewriting(pattern, warm, oscillation, freeze_after):
+def test_live_against_a_naive_rewriting(pattern, warm, share, taper, oscillation, freeze_after):
     torch.manual_seed(1)
     weight, grads = torch.randn(10, 4, dtype=torch.float64), 2 * torch.randn(30, 10, 4, dtype=torch.float64)
-    options = {"designate": 0.4, "interval": 4, "decay": 0.1, "stop": 0.8, "warmup": warm / 30}
+    options = {"designate": share, "taper": taper, "interval": 4, "decay": 0.1, "stop": 0.8, "warmup": warm / 30}
     options["oscillation"] = None if math.isinf(oscillation) else oscillation
     layer = OneLayer(make("bame", freeze_after=freeze_after, **options), weight, pattern, total=30)
     reference = naive_live(
-        weight.tolist(), grads.tolist(), n=int(pattern[0]), share=0.4, interval=4, decay=0.1, lr=0.1, stop=24,
-        warm=warm, oscillation=oscillation, freeze_after=freeze_after,
+        weight.tolist(), grads.tolist(), n=int(pattern[0]), share=share, taper=taper, interval=4, decay=0.1, lr=0.1,
+        stop=24, warm=warm, oscillation=oscillation, freeze_after=freeze_after,
     )  # fmt: skip
     for step, (expected, flips) in enumerate(reference):
         assert torch.allclose(layer.step(step, grads[step]), torch.tensor(expected, dtype=torch.float64)), step
@@ -748,6 +750,7 @@ def test_swap_ends_its_warmup_with_clean_zeros_and_lets_the_memory_go(optimizer)
         ("decay_mask", {"stop": 1.1}),
         ("decay_mask", {"interval": 0}),
         ("bame", {"designate": 1.5}),
+        ("bame", {"taper": -1.0}),
         ("bame", {"pick": "best"}),
         ("bame", {"decay": math.nan}),
         ("bame", {"freeze_after": 0}),

@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
 
 # Every method, and every option that changes what it does; intervals are short so that all happens within STEPS.
 _MASK, _STRUCTURE = {"interval": 3, "start": 0.15, "stop": 0.7}, {"kind": "structure", "interval": 3}
-_LIVE = {"interval": 3, "decay": 0.02}
+_LIVE = {"interval": 3, "decay": 0.02, "designate": 0.2, "warmup": 0.1}
 _SWAP = {"interval": 4, "gradient_steps": 2, "confidence": 0.0, "horizon": 300.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
@@ -53,6 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bame random": ("bame", _LIVE | {"pick": "random", "warmup": 0.2, "stop": 1.0}),
     "bame oscillation": ("bame", _LIVE | {"oscillation": 1.0, "designate": 0.5}),
     "bame ramp": ("bame", _LIVE | {"ramp": 0.5, "warmup": 0.1}),
+    "bame taper": ("bame", _LIVE | {"designate": 1.0, "taper": 2.0, "warmup": 0.0}),
     "bame frozen": ("bame", _LIVE | {"freeze_after": 2, "designate": 0.7, "warmup": 0.0}),
     "swap": ("bame_swap", _SWAP),
     "swap confident": ("bame_swap", _SWAP | {"confidence": 0.5, "gradient_steps": 4, "stop": 1.0}),

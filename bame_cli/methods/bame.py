@@ -14,6 +14,8 @@ Departs   from the paper in whatever it does that we could not read. Every `inte
           `designate` of the blocks is designated: those whose weakest kept weight costs least to give up
           (expected loss of dropping it ~ w^2, hence the smallest |w|), each penalized by its flips:
           |w| * (1 + flips / oscillation); a block with `freeze_after` flips is never designated again.
+          With `taper` the share falls as (1 - progress) ** taper from `start` to `stop`. The defaults won the study
+          of docs/study.md; designate=.2 interval=100 warmup=.1, the plain reading, cost 13 to 20 % more there.
           Designating all blocks always is SR-STE; designating none is a fixed mask. Both identities are tested.
 """
 
@@ -46,13 +48,13 @@ class BAME(RampMethod):
     is billed densely).
     """
 
-    designate: float = 0.2
+    designate: float = 0.15
     taper: float = 0.0
-    interval: int = 100
+    interval: int = 30
     start: float = 0.0
     stop: float = 0.9
     decay: float = 2e-4
-    warmup: float = 0.1
+    warmup: float = 0.05
     pick: str = "small"
     oscillation: float | None = None
     freeze_after: int | None = None
