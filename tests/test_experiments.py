@@ -11,6 +11,8 @@ from commands import bame, result
 from PIL import Image
 from test_training import write_cifar, write_fashion
 
+from bame_cli import compose
+
 EXPERIMENTS = sorted(f.name.removesuffix(".yaml") for f in (files("bame_cli.conf") / "experiment").iterdir())
 # Of the recipe only what is long is cut; everything else is as shipped.
 SHORT = ["recipe.epochs=1", "recipe.warmup_epochs=0", "recipe.batch_size=8", "dataset.root=data", "dataset.workers=2"]
@@ -37,7 +39,7 @@ def write_imagenet(root: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_runs_on_files_of_its_format(name, monkeypatch):
-    dataset = next(d for d in ("imagenet", "cifar10", "digits", "fashion_mnist") if name.startswith(d))
+    dataset = compose.composed([f"experiment={name}"]).dataset.name
     if dataset == "imagenet":
         write_imagenet(Path("data"))
     elif dataset == "cifar10":
