@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,8 @@ def parent(config: Config) -> Config | None:
         return None
     kind = METHODS[config.model.parent]
     seeded = {"seed": config.seed} if "seed" in kind.__dataclass_fields__ else {}
-    model, place = replace(config.model, parent=None), replace(config.run, dir=None)
-    return replace(config, model=model, method=kind(**seeded), run=place)
+    model, place = dataclasses.replace(config.model, parent=None), dataclasses.replace(config.run, dir=None)
+    return dataclasses.replace(config, model=model, method=kind(**seeded), run=place)
 
 
 def source(config: Config) -> Path | None:

@@ -63,15 +63,18 @@ def _accuracy(line: Line) -> str:
         return ""
     if line.mean is None:
         return f"- (0 of {len(line.jobs)})"
-    spread = "" if line.std is None else f" ± {line.std:.2f}"
     all_of = len(line.finished) == len(line.jobs)
-    return f"{line.mean:.2f}{spread} ({len(line.finished)}{'' if all_of else f' of {len(line.jobs)}'})"
+    return f"{line.mean:.2f}{_spread(line.std)} ({len(line.finished)}{'' if all_of else f' of {len(line.jobs)}'})"
 
 
 def _lead(line: Line) -> str:
     if line.lead is None:
         return ""
-    return f"{line.lead:+.2f}" + ("" if line.lead_error is None else f" ± {line.lead_error:.2f}")
+    return f"{line.lead:+.2f}{_spread(line.lead_error)}"
+
+
+def _spread(value: float | None) -> str:
+    return "" if value is None else f" ± {value:.2f}"
 
 
 def _ratio(value: float | None) -> str:
