@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ from bame_cli.errors import ConfigError
 _CHUNK = 1 << 20
 # Bytes become floats fast, bools do not: on a CPU a mask is widened a chunk at a time, within the cache.
 _WIDENED = 1 << 19
-# Up to this M, comparing all pairs of a block beats selecting its N-th largest.
-_PAIRWISE = 8
+# From this many entries on, halves of a block meet as whole; fewer meet as strided vectors, one entry of every block.
+_COLUMNS = 4
 
 
 class Violation(NamedTuple):
@@ -186,36 +187,50 @@ def unpack(packed: Tensor, shape: torch.Size) -> Tensor:
 
 
 def keep_largest(score: Tensor, n: int, *, dim: int) -> Tensor:
-    """Mask of the `n` largest entries along `dim`, exactly n, ties to the lowest index. FloatingPointError on NaN."""
-    if score.device.type != "meta" and torch.isnan(score.amax()):
-        raise FloatingPointError("cannot rank weights: some are NaN")
+    """Mask of the `n` largest entries along `dim`, exactly n, ties to the lowest index.
+
+    FloatingPointError on NaN; not on CUDA, where asking would wait for the device: there `0 * NaN` keeps it visible.
+    """
     m = score.shape[dim]
+    if score.is_cpu and torch.isnan(score.amax()):
+        raise FloatingPointError("cannot rank weights: some are NaN")
     if n == m:
         return torch.ones_like(score, dtype=torch.bool)
-    if n > 1 and m <= _PAIRWISE:
-        return _by_pairs(score, n, dim)
-    nth = score.amax(dim, keepdim=True) if n == 1 else score.topk(n, dim).values.narrow(dim, n - 1, 1)
-    mask = score >= nth
-    # The threshold keeps more than n only where entries tie with the n-th; those rare blocks are ranked in full.
-    if score.device.type != "meta" and int(mask.count_nonzero()) != score.numel() // m * n:
-        kept = mask.movedim(dim, -1)
-        crowded = kept.sum(-1) > n
-        tied = score.movedim(dim, -1)[crowded]
-        order = torch.sort(tied, dim=1, descending=True, stable=True).indices[:, :n]
-        kept[crowded] = torch.zeros_like(tied, dtype=torch.bool).scatter_(1, order, True)
-    return mask
+    nth = _nth_largest(score, n, dim)
+    if score.is_cpu:
+        # A comparison that writes floats is vectorized, one that writes bools is not.
+        flags = torch.ge(score, nth, out=torch.empty_like(score))
+        # The threshold keeps more than n only where entries tie with the n-th, which is rare.
+        if int(flags.count_nonzero()) == score.numel() // m * n:
+            return flags.bool()
+    above, tied = score > nth, score == nth
+    return above | tied & (tied.cumsum(dim) <= n - above.sum(dim, keepdim=True))
 
 
-def _by_pairs(score: Tensor, n: int, dim: int) -> Tensor:
-    """`keep_largest` by comparing all pairs of entries as strided vectors: no sort, no index, no tie left open."""
-    entries = score.unbind(dim)
-    losses = [torch.zeros_like(entry, dtype=torch.uint8) for entry in entries]
-    for i, one in enumerate(entries):
-        for j in range(i + 1, len(entries)):
-            wins = one >= entries[j]
-            losses[j] += wins
-            losses[i] += ~wins
-    return torch.stack([lost < n for lost in losses], dim)
+def _nth_largest(score: Tensor, n: int, dim: int) -> Tensor:
+    """The n-th largest of more than n entries along `dim`, kept as a dimension of 1; no sort, no index.
+
+    A tournament of sorted lists: halves meet halves as whole vectors while they are even and long, then entry meets
+    entry, each the strided vector of that entry in every group.
+    """
+    ranked, m = [score], score.shape[dim]
+    while m > _COLUMNS and m % 2 == 0:
+        m //= 2
+        ranked = _merged([r.narrow(dim, 0, m) for r in ranked], [r.narrow(dim, m, m) for r in ranked], n)
+    *columns, last = ([r.narrow(dim, i, 1) for r in ranked] for i in range(m))
+    return _rank(reduce(partial(_merged, n=n), columns), last, n)
+
+
+def _merged(a: list[Tensor], b: list[Tensor], n: int) -> list[Tensor]:
+    """Of two lists of tensors, sorted descending entry by entry, the n largest (or all) of both, sorted."""
+    return [_rank(a, b, k) for k in range(1, min(n, len(a) + len(b)) + 1)]
+
+
+def _rank(a: list[Tensor], b: list[Tensor], k: int) -> Tensor:
+    """The k-th largest of both lists: the largest min(a_i, b_j) with i + j = k, where a_0 and b_0 are infinite."""
+    alone = [each[k - 1] for each in (a, b) if k <= len(each)]
+    pairs = [torch.minimum(a[i - 1], b[k - i - 1]) for i in range(max(1, k - len(b)), min(k - 1, len(a)) + 1)]
+    return reduce(torch.maximum, alone + pairs)
 
 
 def lowest(score: Tensor, count: int) -> Tensor:
