@@ -161,11 +161,11 @@ BENCH = """bame bench [key=value ...] [methods=a,b] [parts=...] [size=64] [batch
 Ratios to dense training, interleaved in one process, medians with their spread. parts, by default the first three:
 
   steps        a training step of each method: forward, backward, method, optimizer, in dense steps
-  method       the method's own work over one interval of its own, in copies of the sparse weights (and, with steps, in
-               dense steps); bytes that it holds per sparse weight
+  method       the method's own work over one interval of its own, in copies of the sparse weights, in nanoseconds per
+               weight (and, with steps, in dense steps); bytes that it holds per sparse weight
   projection   all masks of the model, against sorting and against a plain copy
   checkpoint   saving and loading, in dense steps
-  loop         an epoch of `bame train` on the data set against a bare loop, and the share of reading the images
+  loop         an epoch of `bame train` on the data set against a bare loop; reading images and building the run, too
   memory       peak memory of each method (of a process of its own on a CPU)
 
 Takes every option of `bame train`: model, sparsity, amp, channels_last, device, options of the named methods.

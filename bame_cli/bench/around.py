@@ -8,6 +8,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from torch.nn import functional as F
 
 from bame_cli.assembly import build
 from bame_cli.bench.steps import Lane, lane, race, random_batch
-from bame_cli.bench.timing import Row, figure, interleaved, ratios, row
+from bame_cli.bench.timing import Row, figure, interleaved, now, ratios, row, timed
 from bame_cli.blueprint import blueprint, load_data, optimization
 from bame_cli.config import Config
 from bame_cli.training.checkpoint import Checkpoints
 from bame_cli.training.data import Data
 from bame_cli.training.distributed import ALONE
 from bame_cli.training.log import RunLog
-from bame_cli.training.loop import evaluate, train
+from bame_cli.training.loop import Run, evaluate, train
 
 
 def projection(lane: Lane, rounds: int) -> Iterator[Row]:
@@ -63,40 +64,44 @@ def checkpoint(name: str, lane: Lane, step: float, rounds: int) -> Iterator[Row]
 
 
 def loop(config: Config, rounds: int, device: torch.device) -> Iterator[Row]:
-    """An epoch by `train`, with its log, evaluation and checkpoint, against a bare loop with an evaluation.
+    """An epoch by `train`, with its log, evaluation and checkpoints, against a bare loop with an evaluation.
 
-    Both see the data set of the options. And how long reading it takes of a bare epoch.
+    Both see the data set of the options and start from a run that is built. And how long reading the images takes, and
+    building the run, of a bare epoch.
     """
     recipe = replace(config.recipe, epochs=1, warmup_epochs=0)
     config, data = replace(config, recipe=recipe), load_data(config, device)
-    calls = {
-        "ours": lambda: _ours(config, data, device),
-        "bare": lambda: _bare(config, data, device),
-        "read": lambda: [None for _ in data.train.train_batches(config.recipe.batch_size, seed=0, epoch=0)],
-    }
-    seconds = interleaved(calls, rounds, device)
+    seconds: dict[str, list[float]] = {"built": [], "ours": [], "bare": [], "read": []}
+    for _ in range(rounds + 1):
+        with tempfile.TemporaryDirectory() as folder, RunLog(Path(folder), quiet=True) as log:
+            start = now(device)
+            ours = build(blueprint(config, data.facts), data, Path(folder), (ALONE, device), log)
+            seconds["built"].append(now(device) - start)
+            bare = build(blueprint(config, data.facts), data, Path(folder), (ALONE, device), log)
+            ours.checkpoints.folder.mkdir()
+            seconds["ours"].append(timed(partial(train, ours), device))
+            seconds["bare"].append(timed(partial(_bare, config, bare), device))
+            seconds["read"].append(timed(partial(_read, config, data), device))
+    seconds = {name: values[1:] for name, values in seconds.items()}  # the first round warms caches
     images = len(data.train) // config.recipe.batch_size * config.recipe.batch_size
     yield row("loop", "epoch_against_bare_loop", ratios(seconds["ours"], seconds["bare"]))
     yield row("loop", "reading_of_bare_epoch", ratios(seconds["read"], seconds["bare"]))
+    yield row("loop", "building_of_bare_epoch", ratios(seconds["built"], seconds["bare"]))
     yield figure("loop", "images_per_second_read", images / statistics.median(seconds["read"]))
 
 
-def _ours(config: Config, data: Data, device: torch.device) -> None:
-    with tempfile.TemporaryDirectory() as folder, RunLog(Path(folder), quiet=True) as log:
-        run = build(blueprint(config, data.facts), data, Path(folder), (ALONE, device), log)
-        run.checkpoints.folder.mkdir()
-        train(run)
+def _read(config: Config, data: Data) -> None:
+    for _ in data.train.train_batches(config.recipe.batch_size, seed=0, epoch=0):
+        pass
 
 
-def _bare(config: Config, data: Data, device: torch.device) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run = build(blueprint(config, data.facts), data, Path(folder), (ALONE, device), RunLog(Path(folder)))
+def _bare(config: Config, run: Run) -> None:
     optimizer, _ = optimization(config, run.model, run.steps_per_epoch)
-    for images, labels in data.train.train_batches(config.recipe.batch_size, seed=0, epoch=0):
+    for images, labels in run.data.train.train_batches(config.recipe.batch_size, seed=0, epoch=0):
         optimizer.zero_grad()
         F.cross_entropy(run.model.train()(images), labels).backward()
         optimizer.step()
-    evaluate(run.model, data.val.eval_batches(config.recipe.eval_batch_size))
+    evaluate(run.model, run.data.val.eval_batches(config.recipe.eval_batch_size))
 
 
 def memory(configs: Mapping[str, Config], size: int, batch: int, device: torch.device) -> Iterator[Row]:

@@ -129,7 +129,8 @@ def rows(lanes: Mapping[str, Lane]) -> Iterator[Row]:
 def method_rows(lanes: Mapping[str, Lane], step: float | None) -> Iterator[Row]:
     """The methods' own work over one interval: a mean that no batch can flatter, and the step that takes longest.
 
-    In units of one copy of the sparse weights; where lanes have raced, in dense steps (`step` seconds) as well.
+    In units of one copy of the sparse weights and in time per weight; where lanes have raced, in dense steps (`step`
+    seconds) as well.
     """
     for name, each in lanes.items():
         if not each.layers:
@@ -139,6 +140,7 @@ def method_rows(lanes: Mapping[str, Lane], step: float | None) -> Iterator[Row]:
         weights = sum(p.numel() for p, _ in each.layers.values())
         yield figure(name, "method_in_copies", mean / copy, steps=len(hooks), weights=weights)
         yield figure(name, "longest_in_copies", max(hooks) / copy)
+        yield figure(name, "nanoseconds_per_weight", 1e9 * mean / weights)
         if step:
             yield row(name, "method_over_interval", [mean / step], steps=len(hooks))
             yield row(name, "longest_method_step", [max(hooks) / step])
