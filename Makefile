@@ -27,7 +27,7 @@ table-%: setup ## a paper's table: make table-cifar10 scale=smoke runs, finishes
 	$(BIN)/bame train +table=$* scale=$(scale); code=$$?; $(BIN)/bame table $* scale=$(scale) && exit $$code
 
 # Each run by itself on one core; one that is finished is found, one that was cut goes on.
-STUDIES ?= study_bame study
+STUDIES ?= study_bame study_swap study
 jobs ?= $(shell nproc)
 study: setup ## docs/study.md's runs and results/: make study jobs=2 STUDIES=study
 	for name in $(STUDIES); do \

@@ -29,7 +29,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 def test_every_table_of_the_paper_is_there():
-    assert set(NAMES) == PAPER | {"methods_small", "study", "study_bame"}
+    assert set(NAMES) == PAPER | {"methods_small", "study", "study_bame", "study_swap"}
     assert studies.known("scale") == ["paper", "small", "smoke"]
 
 
