@@ -14,7 +14,10 @@ from bame_cli.methods import METHODS, name_of
 
 # Where things are, what is said and how often it is saved cannot change a result; on which device and by which of its
 # kernels it is computed changes rounding alone.
-_NO_RESULT = ("logger", "log", "checkpoint", "run", "sweep", "device", "channels_last", "compile", "deterministic")
+_NO_RESULT = (
+    *("logger", "log", "checkpoint", "run", "sweep"),
+    *("device", "channels_last", "compile", "execution", "deterministic"),
+)
 _NO_RESULT_OF_DATASET = ("root", "download", "workers")
 
 

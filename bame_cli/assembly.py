@@ -19,6 +19,7 @@ from bame_cli.training.average import Average
 from bame_cli.training.checkpoint import Checkpoints
 from bame_cli.training.data import Data
 from bame_cli.training.distributed import Ranks
+from bame_cli.training.execution import execute_sparsely
 from bame_cli.training.log import RunLog, logger
 from bame_cli.training.loop import Run, Settings
 from bame_cli.training.precision import Precision
@@ -33,7 +34,7 @@ def build(plan: Blueprint, data: Data, where: Path, place: tuple[Ranks, torch.de
     config.method.attach(sparse_layers(model, plan.rows), optimizer, plan.total_steps)
     forward = ranks.wrapped(model, device)
     alphas = {"mixup": recipe.mixup, "cutmix": recipe.cutmix, "erasing": recipe.erasing}
-    return Run(
+    run = Run(
         model=model,
         forward=cast(nn.Module, torch.compile(forward)) if config.compile else forward,
         method=config.method,
@@ -50,6 +51,9 @@ def build(plan: Blueprint, data: Data, where: Path, place: tuple[Ranks, torch.de
         settings=_settings(config),
         ranks=ranks,
     )
+    if config.execution == "sparse":
+        execute_sparsely(model, config.method, device)  # now that the average has made its copy of the model
+    return run
 
 
 def _model(plan: Blueprint, data: Data, device: torch.device) -> nn.Module:

@@ -164,6 +164,7 @@ class Config:
     amp: str = "none"
     channels_last: bool = False
     compile: bool = False
+    execution: str = "dense"
     deterministic: bool = False
     sync_batchnorm: bool = False
 
@@ -224,6 +225,7 @@ _ONE_OF = {
     "logger.name": ("none", "wandb", "tensorboard"),
     "amp": ("none", "bfloat16", "float16"),
     "recipe.clip_mode": ("norm", "value", "agc"),
+    "execution": ("dense", "sparse"),
 }
 _BELOW_ONE = ("recipe.label_smoothing", "recipe.momentum", "recipe.drop_path", "recipe.ema")
 _ABOVE_ZERO = ("recipe.clip_grad", "checkpoint.every_minutes")
@@ -253,8 +255,20 @@ def validate(config: Config) -> None:
     for key, known in _ONE_OF.items():
         if _get(config, key) not in known:
             raise ConfigError(f"{key}={_get(config, key)}: one of {', '.join(known)}")
+    if config.execution == "sparse":
+        _demand_plain_products(config)
     if config.model.parent not in (None, *METHODS):
         raise ConfigError(f"model.parent={config.model.parent}: the method of a run, one of {', '.join(METHODS)}")
+
+
+def _demand_plain_products(config: Config) -> None:
+    """`execution=sparse` computes single-precision products, chosen by the clock, where gradients may be sparse."""
+    for key, plain in (("amp", "none"), ("compile", False), ("deterministic", False)):
+        if _get(config, key) != plain:
+            raise ConfigError(f"execution=sparse goes with {key}={str(plain).lower()}, not {_get(config, key)}")
+    if config.method.sparse and not config.method.sparse_gradients:
+        able = ", ".join(name for name, kind in METHODS.items() if kind.sparse_gradients)
+        raise ConfigError(f"execution=sparse: method={name_of(config.method)} wants dense gradients; {able} do not")
 
 
 def _get(config: Config, key: str) -> Any:

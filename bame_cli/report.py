@@ -175,7 +175,7 @@ def _git() -> dict[str, Any]:
 def _compute(config: Config, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     """What a result is equal to the last bit only with: the kind of device, how many shared the work, how."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    how = {key: getattr(config, key) for key in ("amp", "channels_last", "compile", "deterministic")}
+    how = {key: getattr(config, key) for key in ("amp", "channels_last", "compile", "execution", "deterministic")}
     return {"device": device.type, "name": name, "ranks": ranks.world, "threads": torch.get_num_threads()} | how
 
 

@@ -24,6 +24,7 @@ from bame_cli.methods import Method
 from bame_cli.methods.base import Layers
 from bame_cli.sparsity.layers import sparse_layers
 from bame_cli.training import models
+from bame_cli.training.execution import execute_sparsely
 from bame_cli.training.precision import Precision
 
 # A run this long, looked at from its middle: warm-up is over, decay is under way, windows are open.
@@ -97,6 +98,8 @@ def lane(config: Config, size: int, device: torch.device) -> Lane:
     schedule.set(_MIDDLE)  # at a learning rate of 0, as warm-up begins, BAME would exchange nothing
     layers = sparse_layers(model, layer_rows(config, model))
     config.method.attach(layers, optimizer, _STEPS)
+    if config.execution == "sparse":
+        execute_sparsely(model, config.method, device)
     precision = Precision(device, amp=config.amp, clip_grad=config.recipe.clip_grad, clip_mode=config.recipe.clip_mode)
     return Lane(model.train(), config.method, optimizer, precision, layers, device)
 

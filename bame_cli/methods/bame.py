@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class BAME(RampMethod):
     oscillation, freeze_after: flips; None is off. warmup_grad_input: `sparse` | `dense`, how warm-up is billed (SR-STE
     is billed densely).
     """
+
+    sparse_gradients: ClassVar[bool] = True
 
     designate: float = 0.15
     taper: float = 0.0
@@ -252,7 +254,12 @@ class BAME(RampMethod):
         weakest = (weight + barred(~mask, weight.dtype)).amin(2).flatten()
         return weakest - weight.masked_fill(mask, 0).amax(2).flatten() if self.pick == "gap" else weakest
 
-    # --- what is logged and kept ---
+    # --- what is computed, logged and kept ---
+
+    def support(self, name: str) -> Tensor | None:
+        # A designation due takes effect on the very gradient that precedes it, in blocks that are not known yet.
+        due = self.began(self.now) != self.designated
+        return None if due or name in self.free else self.masks[name]
 
     def dense_weight(self, name: str) -> Tensor:
         return self.effective[name]  # W is brought up to date only now and then; M never changes, so kept weights do

@@ -44,6 +44,8 @@ class Method:
     """Whether the method needs a pattern."""
     wants_dense_weights: ClassVar[bool] = False
     """Whether training from a random initialization defeats the method's purpose."""
+    sparse_gradients: ClassVar[bool] = False
+    """Whether there are steps at which it can do without part of a gradient: whether `support` ever says so."""
 
     def validate(self) -> None:
         """Raise ConfigError when a hyperparameter has no meaning; called before anything is built."""
@@ -100,6 +102,10 @@ class Method:
         """What the user should know about this plan before it runs."""
         return []
 
+    def support(self, name: str) -> Tensor | None:
+        """The mask outside which a layer's weight is 0 and the next gradient is not wanted; None: wanted everywhere."""
+        return None
+
     def metrics(self, *, per_layer: bool = False) -> dict[str, Any]:
         """The method's own figures since the last call, for one row of the log; `layers` holds them by layer."""
         return {}
@@ -117,6 +123,7 @@ class SparseMethod(Method):
     """A method with one hard mask per layer; as it stands, masks never change and dropped weights are 0."""
 
     sparse: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
     moves: ClassVar[bool] = False
     """Whether masks change after the first."""
 
@@ -176,6 +183,9 @@ class SparseMethod(Method):
         self.changes[name] += changed.count_nonzero()
         self.masks[name] = new
         return changed
+
+    def support(self, name: str) -> Tensor | None:
+        return self.masks[name]
 
     def current_masks(self) -> dict[str, Tensor]:
         return dict(self.masks)

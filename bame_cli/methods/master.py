@@ -34,6 +34,7 @@ class MasterMethod(SparseMethod):
     """
 
     moves: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = False
 
     def stage_span(self) -> tuple[float, float]:
         """Shares of training between which the stages before the target follow one another."""
@@ -108,6 +109,9 @@ class MasterMethod(SparseMethod):
         for name in self.parameters:
             self.replace_mask(name, self.stage_at(name, self.now).project(self.master[name]))
             self.show(name)
+
+    def support(self, name: str) -> Tensor | None:
+        return None
 
     def dense_weight(self, name: str) -> Tensor:
         """What a layer's next mask is chosen from: W."""
