@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from commands import TINY, bame
@@ -130,19 +132,28 @@ def test_the_faster_way_is_taken_and_measured_once_per_shape(monkeypatch):
     assert len(products) == 2, "only training steps are computed sparsely"
 
 
-def test_the_clock_decides():
-    """At 1:64 a layer of this size is several times as fast; one of four weights is not."""
-    ratios = {}
-    for width in (1024, 64):
-        model = nn.Sequential(nn.Linear(width, width))
-        training = start(METHODS["static"](), pattern="1:64", model=model)
-        (layer,) = execute_sparsely(model, training.method, CPU)
-        model(torch.randn(512 if width > 64 else 1, width))
-        (ratios[width],) = layer.ratios.values()
-    assert ratios[1024] < ratios[64]
+@pytest.mark.parametrize("price", [0.5, 2.0])
+def test_the_ratio_is_of_the_times_of_both_ways(price, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(execution, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def costing(seconds, call):
+        def timed(*args):
+            clock[0] += seconds
+            return call(*args)
+
+        return timed
+
+    model = nn.Sequential(nn.Linear(32, 16))
+    training = start(METHODS["static"](), pattern="1:16", model=model)
+    (layer,) = execute_sparsely(model, training.method, CPU)
+    layer.way, layer._dense = costing(price, layer.way), costing(1.0, layer._dense)
+    model(torch.randn(8, 32))
+    assert list(layer.ratios.values()) == [price]
 
 
-def test_a_run_with_an_average_ends_where_a_dense_one_does(always):
+def test_a_run_with_an_average_ends_where_a_dense_one_does(always, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     words = [*TINY, "model=vit_tiny_patch16_224", "+model.args={embed_dim:32,depth:1,num_heads:2,patch_size:4}"]
     words += ["recipe.batch_size=16", "method=static", "sparsity=1:8", "recipe.ema=0.9"]
     words.remove("method.interval=3")
@@ -162,7 +173,8 @@ def test_a_run_with_an_average_ends_where_a_dense_one_does(always):
         (["execution=fast"], "dense, sparse"),
     ],
 )
-def test_what_it_does_not_go_with(words, said, capsys):
+def test_what_it_does_not_go_with(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     base = [word for word in TINY if not word.startswith("method.")]
     assert bame("train", *base, "execution=sparse", *words) == 2
     assert said in capsys.readouterr().err
