@@ -26,15 +26,16 @@ scale ?= paper
 table-%: setup ## a paper's table: make table-cifar10 scale=smoke runs, finishes or finds its runs, and prints it
 	$(BIN)/bame train +table=$* scale=$(scale); code=$$?; $(BIN)/bame table $* scale=$(scale) && exit $$code
 
-# Each run by itself on one core; one that is finished is found, one that was cut goes on.
+# Each run by itself on one core; one that is finished, here or in results/, is found, and one that was cut goes on.
 STUDIES ?= study_bame study_swap study
 jobs ?= $(shell nproc)
 study: setup ## docs/study.md's runs and results/: make study jobs=2 STUDIES=study
 	for name in $(STUDIES); do \
-		OMP_NUM_THREADS=1 $(BIN)/bame train +table=$$name hydra/launcher=joblib hydra.launcher.n_jobs=$(jobs); \
-		mkdir -p results/$$name && $(BIN)/bame table $$name format=md against=SR-STE out=results/$$name/table.md && \
-		$(BIN)/bame table $$name format=jsonl out=results/$$name/runs.jsonl && \
-		$(BIN)/bame plot $$name out=results/$$name || exit 1; \
+		mkdir -p results/$$name; lines=results/$$name/runs.jsonl; kept=kept=$$(ls $$lines 2>/dev/null); \
+		OMP_NUM_THREADS=1 $(BIN)/bame train +table=$$name $$kept hydra/launcher=joblib hydra.launcher.n_jobs=$(jobs); \
+		$(BIN)/bame table $$name $$kept format=md against=SR-STE out=results/$$name/table.md && \
+		$(BIN)/bame plot $$name $$kept out=results/$$name && \
+		$(BIN)/bame table $$name $$kept format=jsonl out=$$lines || exit 1; \
 	done
 
 # As many workers as cores, a file to a worker: tests compute on one thread each.

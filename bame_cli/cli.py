@@ -136,13 +136,15 @@ def _bench(words: list[str]) -> int:
 def _plot(words: list[str]) -> int:
     if words[:1] == ["weights"]:
         return _network("plot weights")(words[1:])
-    own, rest = split(words, {"run": "", "out": "", "scale": "paper", "root": "outputs"})
-    name = one_name(rest, "bame plot <table> [scale=] [out=folder], or bame plot masks|weights run=<run folder>")
+    own, rest = split(words, {"run": "", "out": "", "scale": "paper", "root": "outputs", "kept": ""})
+    name = one_name(
+        rest, "bame plot <table> [scale=] [kept=file] [out=folder], or bame plot masks|weights run=<run folder>"
+    )
     if name == "masks":
         return _plot_masks(Path(own["run"]) if own["run"] else None, own["out"])
     from bame_cli import pictures, studies
 
-    study = studies.read(name, own["scale"], Path(own["root"]))
+    study = studies.read(name, own["scale"], Path(own["root"]), kept=own["kept"])
     folder = Path(
         own["out"] or studies.manifest_path(Path(own["root"]), study.table.name, own["scale"]).with_suffix("")
     )
@@ -175,14 +177,14 @@ def _network(verb: str) -> Callable[[list[str]], int]:
 
 
 def _table(words: list[str]) -> int:
-    own, rest = split(
-        words, {"scale": "paper", "format": "text", "against": "", "strict": "false", "root": "outputs", "out": ""}
-    )
+    mine = {"scale": "paper", "format": "text", "against": "", "strict": "false", "root": "outputs", "out": ""}
+    own, rest = split(words, mine | {"kept": ""})
     name = one_name(rest, "bame table <name> [scale=paper|small|smoke] [format=md] [strict=true] [out=file]")
     from bame_cli import rendering, studies, tables
 
     demand_one_of(rendering.FORMATS, format=own["format"])
-    strict, study = yes("strict", own["strict"]), studies.read(name, own["scale"], Path(own["root"]))
+    strict = yes("strict", own["strict"])
+    study = studies.read(name, own["scale"], Path(own["root"]), kept=own["kept"])
     shown, missing = rendering.show(study, own["format"], rival=own["against"]), tables.unfinished(study)
     if own["out"]:
         Path(own["out"]).write_text(shown + "\n")

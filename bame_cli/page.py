@@ -135,7 +135,7 @@ def _run(job: Job) -> str:
 
 def _curve(job: Job, width: int = 420, height: int = 140) -> str:
     """Top-1 by epoch, its axis labelled with its extremes; against the bill so far."""
-    points = pictures.points(job)
+    points = job.curve
     if not points:
         return ""
     most, low, high = max(x for x, _ in points), min(y for _, y in points), max(y for _, y in points)

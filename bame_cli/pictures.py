@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -109,8 +108,10 @@ def curves(study: Study, shown: Sequence[Line]) -> Any:
     for axes in grid[len(panels) :]:
         axes.remove()
     first = grid[0]
+    drawn_rows = {line.row for line in shown if any(job.curve for job in line.finished)}
     for row, (color, marker, style) in looks.items():
-        first.plot([], [], color=color, marker=marker, linestyle=style, label=row)
+        if row in drawn_rows:
+            first.plot([], [], color=color, marker=marker, linestyle=style, label=row)
     _legend(drawn)
     _title(drawn, study)
     return drawn
@@ -118,17 +119,9 @@ def curves(study: Study, shown: Sequence[Line]) -> Any:
 
 def _mean_curve(jobs: Sequence[Job]) -> tuple[list[float], list[float]]:
     """Bill so far ÷ dense bill and top-1 at the end of each epoch, over the epochs that all seeds have."""
-    runs = [points(job) for job in jobs]
+    runs = [job.curve for job in jobs]
     rows = list(zip(*runs, strict=False))
     return [_mean([x for x, _ in row]) for row in rows], [_mean([y for _, y in row]) for row in rows]
-
-
-def points(job: Job) -> list[tuple[float, float]]:
-    """A run's epochs: training FLOPs so far ÷ its dense bill, and top-1 in percent."""
-    path = job.folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    dense = job.result["flops"]["train_dense"]
-    return [(row["flops"] / dense, row["top1"]) for row in rows if row.get("top1") is not None]
 
 
 # --- a search ---

@@ -10,7 +10,7 @@ from typing import Any
 
 from bame_cli import compose, config, studies
 from bame_cli import folder as folders
-from bame_cli.address import digest, folder
+from bame_cli.address import digest, folder, parent
 from bame_cli.blueprint import Blueprint, blueprint, known_facts
 from bame_cli.config import Config
 from bame_cli.errors import ConfigError
@@ -20,12 +20,18 @@ from bame_cli.texts import aligned
 
 @dataclass
 class Planned:
-    """A job of a sweep. `row`: its row of a table. `error`: why its configuration is refused."""
+    """A job of a sweep. `row`: its row of a table. `error`: why it is refused. `kept`: it was run elsewhere."""
 
     row: str
     words: list[str]
     config: Config | None = None
     error: str = ""
+    kept: bool = False
+
+    @property
+    def able(self) -> bool:
+        """Whether it can and need be started."""
+        return not (self.error or self.kept)
 
     @property
     def said(self) -> list[str]:
@@ -49,16 +55,20 @@ class Planned:
 
     def record(self, status: str) -> dict[str, Any]:
         """How a job ended that left no record: it was refused, or `lost` with its process, or `not started`."""
-        said = {"overrides": self.said, "code": 2 if self.error else int(status == "lost")}
-        reason = "its process ended without a word" if status == "lost" else ""
-        return said | {"status": "refused" if self.error else status, "error": self.error or reason}
+        status = "refused" if self.error else "kept" if self.kept else status
+        reason = "its process ended without a word" if status == "lost" else self.error
+        code = {"refused": 2, "lost": 1}.get(status, 0)
+        return {"overrides": self.said, "code": code, "status": status, "error": reason}
 
 
 class Plan:
     """The jobs of a command line: lists crossed, or the rows of a table; those that are the same run listed once."""
 
-    def __init__(self, words: Sequence[str], *, table: str = "", scale: str = "paper", root: Path) -> None:
+    def __init__(
+        self, words: Sequence[str], *, table: str = "", scale: str = "paper", kept: str = "", root: Path
+    ) -> None:
         self.root = root
+        self.known = studies.read_kept(kept)
         self.table = studies.read_table(table, scale) if table else None
         self.flags, mine = compose.apart(words)
         rows = self.table.rows if self.table else {"": []}
@@ -93,10 +103,20 @@ class Plan:
                 kept.append(job)
             seen |= {job.where} if job.where else set()
         self.merged, self.jobs = len(self.jobs) - len(kept), kept
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Jobs that were run elsewhere are kept as they are, unless another one starts from their network."""
+        for job in self.jobs:
+            job.kept = job.config is not None and digest(job.config) in self.known
+        left = [job.config for job in self.jobs if job.config and not job.kept]
+        wanted = {folder(start) for config in left if (start := parent(config))}
+        for job in self.jobs:
+            job.kept = job.kept and job.where not in wanted
 
     def chosen(self) -> list[int]:
         """Positions, among the words, of the jobs that can start."""
-        able = {id(job.words) for job in self.jobs if not job.error}
+        able = {id(job.words) for job in self.jobs if job.able}
         return [index for index, words in enumerate(self.words) if id(words) in able]
 
     def demand_some(self) -> None:
@@ -125,9 +145,9 @@ class Plan:
         total, left, plan = 0, 0, None
         for job in self.jobs:
             plan = _expected(job, plan)
-            status = "refused" if plan is None or job.error else _state(job)
+            status = "refused" if plan is None or job.error else "kept" if job.kept else _state(job)
             bill = plan.expected.total if plan and not job.error else 0
-            total, left = total + bill, left + (0 if status == "finished" else bill)
+            total, left = total + bill, left + (0 if status in ("finished", "kept") else bill)
             words = " ".join(word for word in job.said if word not in shared)
             rows.append((status, f"{bill:.3e}" if bill else "-", job.error or str(job.where), words))
         merged = f", {self.merged} more are the same runs" if self.merged else ""

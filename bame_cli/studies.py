@@ -76,6 +76,15 @@ class Job:
     def command(self) -> str:
         return shlex.join(["bame", "train", *self.overrides])
 
+    @property
+    def curve(self) -> list[tuple[float, float]]:
+        """The run's epochs: training FLOPs so far ÷ its dense bill, and top-1 in percent."""
+        path = self.folder / "metrics.jsonl"
+        if not path.is_file():
+            return [(bill, top1) for bill, top1 in self.result.get("curve", [])]
+        rows, dense = map(json.loads, path.read_text().splitlines()), self.result["flops"]["train_dense"]
+        return [(row["flops"] / dense, row["top1"]) for row in rows if row.get("top1") is not None]
+
 
 @dataclass(frozen=True)
 class Study:
@@ -136,15 +145,19 @@ def manifest_path(root: Path, name: str, scale: str) -> Path:
     return root / "tables" / f"{name}-{scale}.json"
 
 
-def read(name: str, scale: str, root: Path) -> Study:
-    """A table with the runs that its last sweep listed. Raises ConfigError when it was never started."""
+def read(name: str, scale: str, root: Path, *, kept: str = "") -> Study:
+    """A table with the runs that its last sweep listed. Raises ConfigError when it was never started.
+
+    kept: a file of JSON lines (`bame table format=jsonl`) whose runs stand in for those that are not finished here.
+    """
     table = read_table(name, scale)
     path = manifest_path(root, table.name, scale)
     if not path.is_file():
         raise ConfigError(f"{path} is not there: bame train +table={name} scale={scale} makes the runs of this table")
     try:
         listed = json.loads(path.read_text())
-        jobs = [_job(entry, root) for entry in listed["jobs"]]
+        known = read_kept(kept)
+        jobs = [_job(entry, root, known) for entry in listed["jobs"]]
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -152,11 +165,22 @@ def read(name: str, scale: str, root: Path) -> Study:
     return Study(table, listed["command"], jobs)
 
 
-def _job(entry: dict[str, Any], root: Path) -> Job:
+def read_kept(path: str) -> dict[str, dict[str, Any]]:
+    """Results of the finished runs of a file of JSON lines, by digest; none for no path. Raises ConfigError."""
+    try:
+        runs = map(json.loads, Path(path).read_text().splitlines()) if path else []
+        return {run["digest"]: run for run in runs if run["status"] == "finished"}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"kept={path}: no runs that `bame table format=jsonl` wrote ({error})") from error
+
+
+def _job(entry: dict[str, Any], root: Path, kept: dict[str, dict[str, Any]]) -> Job:
     """What a manifest says of a run, with the run's result. Its folder is relative to the root, or absolute."""
     digest, said = entry["digest"], {key: entry[key] for key in entry if key not in ("folder", "digest")}
     where = root / entry["folder"]
     status, error, result = state(where, digest)
+    if status != "finished" and digest in kept:
+        status, error, result = "finished", "", kept[digest]
     return Job(folder=where, status=status, error=error, result=result, **said)
 
 

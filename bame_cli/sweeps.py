@@ -26,12 +26,14 @@ Record = dict[str, Any]
 
 def train(words: list[str]) -> int:
     """Hand the words to Hydra, which composes each job and calls `_job`."""
-    own, rest = split(words, {"+table": "", "table": "", "scale": "", "dry_run": "false"})
+    own, rest = split(words, {"+table": "", "table": "", "scale": "", "kept": "", "dry_run": "false"})
     table, dry = own["+table"] or own["table"], yes("dry_run", own["dry_run"])
     compose.demand_assignments(rest)
     if own["scale"] and not table:
         raise ConfigError(f"scale={own['scale']} belongs to a table: +table=cifar10 scale={own['scale']}")
     multirun = bool(table) or any(word in ("-m", "--multirun") for word in rest)
+    if own["kept"] and not multirun:
+        raise ConfigError(f"kept={own['kept']} belongs to a sweep or a table: leave it out, or say -m or +table=")
     if multirun and any(word in ("--cfg", "-c") for word in rest):
         raise ConfigError("--cfg shows the configuration of one job: leave out -m, and name one value for each key")
     root = next((word.partition("=")[2] for word in reversed(rest) if word.startswith("run.root=")), "outputs")
@@ -45,7 +47,7 @@ def train(words: list[str]) -> int:
         return max((outcome["code"] for outcome in _outcomes), default=0)
     if _searches(rest):
         return _search(rest, sweep, refuse=bool(table) or dry)
-    plan = planning.Plan(rest, table=table, scale=own["scale"] or "paper", root=Path(root))
+    plan = planning.Plan(rest, table=table, scale=own["scale"] or "paper", kept=own["kept"], root=Path(root))
     return _dry(plan) if dry else _sweep(plan, sweep, words)
 
 
@@ -69,7 +71,7 @@ def _sweep(plan: planning.Plan, sweep: Path, words: Sequence[str]) -> int:
     def begin(nodes: list[Any]) -> list[int]:
         plan.look(nodes)
         plan.demand_some()
-        started[:] = [job for job in plan.jobs if not job.error]
+        started[:] = [job for job in plan.jobs if job.able]
         if not follows():
             _write_manifest(sweep, command, plan.jobs, [job.record("not started") for job in plan.jobs])
             plan.write_table(command)

@@ -104,13 +104,14 @@ evaluates it on the run's validation images (verify=false leaves that out). Exit
 ONNX needs more packages: pip install 'bame-cli[onnx]'. Options of the evaluation may follow, dataset.root= above all.
 """
 
-TABLE = """bame table <name> [scale=paper|small|smoke] [format=<format>] [against=<row>] [strict=true] [out=file]
+TABLE = """bame table <name> [scale=paper|small|smoke] [format=<format>] [against=<row>] [kept=file] [strict=true]
 
 What the runs of a table came to: top-1 as mean ± standard deviation (runs), training and inference FLOPs against dense,
 beside published figures with their sources. Reads result.json files only; the same runs give the same bytes.
 against=SR-STE adds by how many points each row leads that one: mean and standard error of the differences seed by seed.
 Formats: text, md, latex, csv, json, and jsonl, which is a line per run with all that its result says. root= says where
-the runs are, outputs unless given.
+the runs are, outputs unless given; out= writes to a file. kept=<file of such lines>: its finished runs stand in for
+those that are not finished here, and `bame train +table=<name> kept=<file>` trains the others alone.
 
   bame train +table=methods_small scale=smoke         makes the runs: finishes them, or finds them finished
   bame table methods_small scale=smoke format=md against=SR-STE
@@ -138,7 +139,7 @@ long ago it last wrote. A filter takes several values: status=failed,diverged; s
 `diff` shows the options in which two runs differ.
 """
 
-PLOT = """bame plot <table> [scale=paper|small|smoke] [root=outputs] [out=folder]
+PLOT = """bame plot <table> [scale=paper|small|smoke] [root=outputs] [kept=file] [out=folder]
 bame plot masks run=<run folder> [out=file.png]
 bame plot weights run=<run folder or file> [layer=<name>] [out=file.png]
 

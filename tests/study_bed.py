@@ -19,7 +19,7 @@ def study(name="imagenet_resnet50", scale="paper", seeds=(0, 1), **changed) -> P
             jobs[-1] |= {"model": "resnet50", "dataset": "imagenet", "method": method, "pattern": "1:16"}
             flops = {"train": 40, "train_dense": 100, "train_ratio": 0.4, "train_ratio_dense_grad_input": 0.6}
             flops |= {"inference_ratio": 0.09, "inherited": 0}
-            result = {"status": "finished", "top1": 71.0 + seed, "flops": flops}
+            result = {"status": "finished", "digest": digest, "top1": 71.0 + seed, "flops": flops}
             if (said := changed.get(digest, {})) is not None:
                 place = Path("outputs", "runs", digest)
                 place.mkdir(parents=True)

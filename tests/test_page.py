@@ -58,7 +58,7 @@ def test_rows_differ_in_more_than_colour():
 def test_curves_go_by_the_bill(capsys):
     study()
     jobs = studies.read("imagenet_resnet50", "paper", Path("outputs")).jobs
-    assert pictures.points(jobs[0]) == [(0.2, 65.0), (0.4, 70.0)]
+    assert jobs[0].curve == [(0.2, 65.0), (0.4, 70.0)]
     assert pictures._mean_curve(jobs[:2]) == ([0.2, 0.4], [65.5, 70.5])
 
 

@@ -6,6 +6,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,6 +213,34 @@ def test_a_table_is_run_found_finished_and_printed(capsys):
     assert capsys.readouterr().out.count("finished already") == 2
     assert bame("table", "two.yaml", "scale=smoke", "format=csv", "out=b.csv") == 0
     assert Path("a.csv").read_bytes() == Path("b.csv").read_bytes()
+
+
+def test_runs_kept_from_elsewhere_are_left_out_unless_another_starts_from_them(capsys):
+    def table(*rows: str) -> None:
+        words = " ".join(TINY[:-1])
+        said = [f"title: Two\ncommon: {words}", "scales: {paper: seed=0}", "published: []", "rows:", *rows]
+        Path("two.yaml").write_text("\n".join(said))
+
+    dense, srste = "  dense: method=dense", "  SR-STE: method=srste sparsity=1:4"
+    table(dense, srste)
+    assert bame("train", "+table=two.yaml") == 0
+    assert bame("table", "two.yaml", "format=jsonl", "out=kept.jsonl") == 0
+    shutil.rmtree("outputs")
+    words = ["train", "+table=two.yaml", "kept=kept.jsonl"]
+    capsys.readouterr()
+    assert bame(*words, "dry_run=true") == 0
+    out = capsys.readouterr().out
+    assert out.count("\nkept ") == 2
+    assert ", of them 0.000e+00 in jobs that are not finished" in out
+    assert bame(*words) == 0
+    assert results() == {}
+    assert capsys.readouterr().out.count("  kept ") == 2
+    table(dense, srste, "  ASP: method=asp model.parent=dense sparsity=1:4")
+    assert bame(*words) == 0
+    assert sorted(result["method"] for result in results().values()) == ["asp", "dense"]
+    assert bame("table", "two.yaml", "kept=kept.jsonl", "strict=true") == 0
+    assert bame("train", *TINY, "kept=kept.jsonl") == 2
+    assert "kept=kept.jsonl belongs to a sweep or a table" in capsys.readouterr().err
 
 
 # --- launchers ---

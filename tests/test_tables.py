@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,27 @@ def test_json_lines_are_the_runs_with_all_that_their_results_say(capsys):
     ]
     assert made[0]["words"] == ["method=srste", "sparsity=1:16", "seed=0"]
     assert made[0]["flops"]["train"] == 40
+
+
+def test_runs_kept_as_json_lines_stand_in_for_those_that_are_not_finished_here(capsys):
+    study(bame0={"status": "diverged"})
+    jsonl = ("imagenet_resnet50", "format=jsonl")
+    assert bame("table", *jsonl, "out=kept.jsonl") == 0
+    shutil.rmtree("outputs")
+    study(srste0={"top1": 50.0}, srste1=None, bame0=None, bame1=None)
+    capsys.readouterr()
+    made = {(r["method"], r["pattern"]): r["top1"] for r in rows(capsys, "kept=kept.jsonl")}
+    assert made[("SR-STE", "1:16")] == [50.0, 72.0], "what is here counts"
+    assert made[("BAME", "1:16")] == [72.0], "what did not finish there is not finished here"
+    assert bame("table", *jsonl, "kept=kept.jsonl", "out=again.jsonl") == 0
+    before, after = (list(map(json.loads, Path(f).read_text().splitlines())) for f in ("kept.jsonl", "again.jsonl"))
+    assert after[1] == before[1]
+    assert after[1]["curve"] == [[0.2, 66.0], [0.4, 71.0]]
+    assert bame("plot", "imagenet_resnet50", "kept=kept.jsonl") == 0
+    for wrong in ("nowhere.jsonl", "outputs/tables/imagenet_resnet50-paper.json"):
+        capsys.readouterr()
+        assert bame("table", "imagenet_resnet50", f"kept={wrong}") == 2
+        assert f"kept={wrong}: no runs that `bame table format=jsonl` wrote" in capsys.readouterr().err
 
 
 def test_rows_are_compared_seed_by_seed(capsys):
