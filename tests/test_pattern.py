@@ -246,10 +246,6 @@ def test_picked_blocks_are_those_of_the_view(layout, pattern):
     picked.write(weight, values)
     assert block_rows(weight, pattern).equal(expected)
 
-    expected[ids] += 2 * values
-    picked.add(weight, 2 * values)
-    assert block_rows(weight, pattern).equal(expected)
-
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_picked_reads_masks_and_gradients_too(layout):

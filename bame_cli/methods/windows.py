@@ -57,7 +57,8 @@ class Window:
 
     def add_decay(self, grad: Tensor, decay: float) -> None:
         """grad += decay * (1 - m) * W in the designated blocks."""
-        self.picked.add(grad, decay * (self.live * ~self.kept))
+        mine = self.picked.read(grad)
+        self.picked.write(grad, mine.add_(self.live * ~self.kept, alpha=decay))
 
     def settle(self, weight: Tensor, n: int) -> Tensor:
         """Take the blocks' new weights, keep the n largest of each, leave only those in `weight`.

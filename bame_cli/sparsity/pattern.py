@@ -154,13 +154,6 @@ class Picked:
         else:
             units.index_copy_(0, self.index, values)
 
-    def add(self, tensor: Tensor, values: Tensor) -> None:
-        """Add (len(ids), M) values to the picked blocks of `tensor`, in place."""
-        if self.width == 1:
-            self._units(tensor).scatter_add_(0, self.index, values.reshape(-1))
-        else:
-            self.write(tensor, self.read(tensor).add_(values))
-
 
 def row_slices(weight: Tensor, chunk: int = 1 << 18) -> Iterator[slice]:
     """Slices of dimension 0 that hold about `chunk` weights each, at least one row: scratch memory then stays small."""
