@@ -89,6 +89,7 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def curves(study: Study, shown: Sequence[Line]) -> Any:
     """Top-1 of every epoch against the bill so far, ÷ the run's dense bill; mean over seeds, one panel per pattern."""
     looks = _looks(shown)
+    curved = [(line, *_mean_curve(line.finished)) for line in shown]
     sparse = [line for line in shown if line.pattern] or shown[:1]
     panels = list(dict.fromkeys((line.model, line.pattern) for line in sparse))
     columns = min(3, len(panels))
@@ -96,10 +97,9 @@ def curves(study: Study, shown: Sequence[Line]) -> Any:
     drawn = new_figure(figsize=(5.5 * columns, 4 * rows + 1))
     grid = drawn.subplots(rows, columns, squeeze=False).ravel()
     for (model, pattern), axes in zip(panels, grid, strict=False):
-        for line in shown:
+        for line, x, y in curved:
             if line.model == model and line.pattern in (pattern, None):
                 color, marker, style = looks[line.row]
-                x, y = _mean_curve(line.finished)
                 axes.plot(
                     x, y, color=color, linestyle=style, marker=marker, markersize=4, markevery=max(1, len(x) // 10)
                 )
@@ -108,9 +108,9 @@ def curves(study: Study, shown: Sequence[Line]) -> Any:
     for axes in grid[len(panels) :]:
         axes.remove()
     first = grid[0]
-    drawn_rows = {line.row for line in shown if any(job.curve for job in line.finished)}
+    seen = {line.row for line, x, _ in curved if x}
     for row, (color, marker, style) in looks.items():
-        if row in drawn_rows:
+        if row in seen:
             first.plot([], [], color=color, marker=marker, linestyle=style, label=row)
     _legend(drawn)
     _title(drawn, study)

@@ -107,6 +107,8 @@ class Plan:
 
     def _leave_out(self) -> None:
         """Jobs that were run elsewhere are kept as they are, unless another one starts from their network."""
+        if not self.known:
+            return
         for job in self.jobs:
             job.kept = job.config is not None and digest(job.config) in self.known
         left = [job.config for job in self.jobs if job.config and not job.kept]

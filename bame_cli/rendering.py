@@ -222,12 +222,13 @@ def _document(study: Study, made: list[Line]) -> dict[str, Any]:
 
 def _jsonl(study: Study, made: list[Line]) -> str:
     """A line per run: its row, its words, its state, and all that its result says. To be kept, and computed with."""
-    return "\n".join(json.dumps(_kept(job), ensure_ascii=False) for job in study.jobs)
-
-
-def _kept(job: Job) -> dict[str, Any]:
-    said = {"row": job.row, "words": job.overrides, "status": job.status}
-    return said | job.result | ({"row": job.row, "curve": job.curve} if job.finished else {})
+    said = (
+        {"row": job.row, "words": job.overrides, "status": job.status}
+        | job.result
+        | ({"curve": job.curve} if job.finished else {})
+        for job in study.jobs
+    )
+    return "\n".join(json.dumps(record, ensure_ascii=False) for record in said)
 
 
 _WRITERS = {"text": _text, "md": _markdown, "latex": _latex, "csv": _csv, "json": _json, "jsonl": _jsonl}

@@ -169,9 +169,14 @@ def read_kept(path: str) -> dict[str, dict[str, Any]]:
     """Results of the finished runs of a file of JSON lines, by digest; none for no path. Raises ConfigError."""
     try:
         runs = map(json.loads, Path(path).read_text().splitlines()) if path else []
-        return {run["digest"]: run for run in runs if run["status"] == "finished"}
+        return {run["digest"]: _result(run) for run in runs if run["status"] == "finished"}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"kept={path}: no runs that `bame table format=jsonl` wrote ({error})") from error
+
+
+def _result(run: dict[str, Any]) -> dict[str, Any]:
+    """A line without what its table said of it."""
+    return {key: value for key, value in run.items() if key not in ("row", "words")}
 
 
 def _job(entry: dict[str, Any], root: Path, kept: dict[str, dict[str, Any]]) -> Job:

@@ -46,7 +46,7 @@ def train(words: list[str]) -> int:
         compose.run_jobs(rest, _job)
         return max((outcome["code"] for outcome in _outcomes), default=0)
     if _searches(rest):
-        return _search(rest, sweep, refuse=bool(table) or dry)
+        return _search(rest, sweep, refuse=bool(table or own["kept"]) or dry)
     plan = planning.Plan(rest, table=table, scale=own["scale"] or "paper", kept=own["kept"], root=Path(root))
     return _dry(plan) if dry else _sweep(plan, sweep, words)
 
@@ -98,7 +98,9 @@ def _searches(words: Sequence[str]) -> bool:
 def _search(words: list[str], sweep: Path, *, refuse: bool) -> int:
     """A sweep whose jobs a sweeper of Hydra's makes up as it goes; its picture is kept beside its records."""
     if refuse:
-        raise ConfigError("a search makes up its jobs as it goes: there is no table and no dry_run of them")
+        raise ConfigError(
+            "a search makes up its jobs as it goes: there is no table and no dry_run of them, and none is kept"
+        )
     compose.run_jobs(words, _job)
     if follows():
         return max((outcome["code"] for outcome in _outcomes), default=0)

@@ -27,6 +27,11 @@ LAYERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def always(monkeypatch):
     """Sparse products whatever the clock says."""
@@ -152,8 +157,7 @@ def test_the_ratio_is_of_the_times_of_both_ways(price, monkeypatch):
     assert list(layer.ratios.values()) == [price]
 
 
-def test_a_run_with_an_average_ends_where_a_dense_one_does(always, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_with_an_average_ends_where_a_dense_one_does(always):
     words = [*TINY, "model=vit_tiny_patch16_224", "+model.args={embed_dim:32,depth:1,num_heads:2,patch_size:4}"]
     words += ["recipe.batch_size=16", "method=static", "sparsity=1:8", "recipe.ema=0.9"]
     words.remove("method.interval=3")
@@ -173,8 +177,7 @@ def test_a_run_with_an_average_ends_where_a_dense_one_does(always, tmp_path, mon
         (["execution=fast"], "dense, sparse"),
     ],
 )
-def test_what_it_does_not_go_with(words, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_it_does_not_go_with(words, said, capsys):
     base = [word for word in TINY if not word.startswith("method.")]
     assert bame("train", *base, "execution=sparse", *words) == 2
     assert said in capsys.readouterr().err

@@ -273,6 +273,9 @@ def test_jobs_of_other_launchers_end_as_those_of_the_basic_one(plugin, words):
 
 
 def test_a_search_that_cannot_be_listed_says_so(capsys):
+    for word in ("dry_run=true", "kept=kept.jsonl"):
+        assert bame("train", "-m", "search=bame", word) == 2
+        assert "makes up its jobs as it goes" in capsys.readouterr().err
     assert bame("train", "search=bame", "dry_run=true") == 2
     assert "makes up its jobs as it goes" in capsys.readouterr().err
 
