@@ -73,6 +73,9 @@ def test_the_products_are_the_dense_ones(kind, memory, always):
     for mine, dense in zip(products(executed(layer, mask)), expected, strict=True):
         assert mine.shape == dense.shape
         assert torch.allclose(mine, dense, rtol=1e-12, atol=1e-12)
+    out, grad = products(layer)[:2]
+    assert out.stride() == expected[0].stride(), "neighbours read what comes out as fast as before"
+    assert "stride" in kind or grad.stride() == expected[1].stride()
     assert not layer.eval()(inputs).isnan().any()
 
 
@@ -119,7 +122,7 @@ def test_the_faster_way_is_taken_and_measured_once_per_shape(monkeypatch):
     ratio, measured = 2.0, []
     monkeypatch.setattr(SparseLayer, "_ratio", lambda self, *_: measured.append(self.name) or ratio)
     products = []
-    monkeypatch.setattr(execution._Product, "apply", lambda *args: products.append(1) or args[1].flatten(1) @ args[0])
+    monkeypatch.setattr(execution._Product, "apply", lambda *args: products.append(1) or args[0] @ args[1].t())
     model = nn.Sequential(nn.Linear(32, 16))
     training = start(METHODS["static"](), pattern="1:16", model=model)
     execute_sparsely(model, training.method, CPU)

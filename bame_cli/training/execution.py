@@ -73,34 +73,49 @@ def _csr(pointers: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, ..
 
 
 class _Product(torch.autograd.Function):
-    """W X for X (in, tokens), where W and the gradient of W are wanted at some entries only."""
+    """A layer's product without bias, where its weight and the weight's gradient are wanted at some entries only.
+
+    `dim` is the features' dimension. What comes out, and the gradient of what went in, lie in memory as those of the
+    dense product do, so that a sparse layer costs its neighbours nothing.
+    """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, entries: Entries) -> Tensor:
-        ctx.entries, ctx.matrix, ctx.shape = entries, entries.matrix(weight.detach()), weight.shape
-        ctx.save_for_backward(inputs)
-        return ctx.matrix @ inputs
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, entries: Entries, dim: int) -> Tensor:
+        ctx.entries, ctx.matrix, ctx.shape, ctx.dim = entries, entries.matrix(weight.detach()), weight.shape, dim
+        ctx.rest, ctx.layout = inputs.movedim(dim, 0).shape[1:], _layout(inputs, dim)
+        columns = _columns(inputs, dim)
+        ctx.save_for_backward(columns)
+        return (ctx.matrix @ columns).unflatten(1, ctx.rest).movedim(0, dim).contiguous(memory_format=ctx.layout)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        (inputs,), entries, grad = ctx.saved_tensors, ctx.entries, grads[0].contiguous()
-        of_inputs = entries.transpose(ctx.matrix) @ grad if ctx.needs_input_grad[0] else None
-        sampled = torch.sparse.sampled_addmm(ctx.matrix, grad, inputs.t(), beta=0.0).values()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        (columns,), entries, grad, of_inputs = ctx.saved_tensors, ctx.entries, _columns(grads[0], ctx.dim), None
+        if ctx.needs_input_grad[0]:
+            of_inputs = (entries.transpose(ctx.matrix) @ grad).unflatten(1, ctx.rest).movedim(0, ctx.dim)
+            of_inputs = of_inputs.contiguous(memory_format=ctx.layout)
+        sampled = torch.sparse.sampled_addmm(ctx.matrix, grad, columns.t(), beta=0.0).values()
         of_weight = sampled.new_zeros(entries.shape[0] * entries.shape[1]).scatter_(0, entries.index, sampled)
-        return of_inputs, of_weight.view(ctx.shape), None
+        return of_inputs, of_weight.view(ctx.shape), None, None
+
+
+def _columns(tensor: Tensor, dim: int) -> Tensor:
+    """Features first, (features, tokens), contiguous."""
+    return tensor.movedim(dim, 0).flatten(1).contiguous()
+
+
+def _layout(tensor: Tensor, dim: int) -> torch.memory_format:
+    is_last = tensor.dim() == 4 and dim == 1 and tensor.stride(1) == 1
+    return torch.channels_last if is_last else torch.contiguous_format
 
 
 def _linear(layer: nn.Linear, inputs: Tensor, entries: Entries) -> Tensor:
-    flat = inputs.reshape(-1, layer.in_features).t().contiguous()
-    out = _Product.apply(flat, layer.weight, entries).t()
-    out = out if layer.bias is None else out + layer.bias
-    return out.view(*inputs.shape[:-1], layer.out_features)
+    out = _Product.apply(inputs, layer.weight, entries, inputs.dim() - 1)
+    return out if layer.bias is None else out + layer.bias
 
 
 def _pointwise(layer: nn.Conv2d, inputs: Tensor, entries: Entries) -> Tensor:
     seen = inputs[:, :, :: layer.stride[0], :: layer.stride[1]]
-    out = _Product.apply(seen.transpose(0, 1).flatten(1).contiguous(), layer.weight, entries)
-    out = out.view(layer.out_channels, len(seen), *seen.shape[2:]).transpose(0, 1)
+    out = _Product.apply(seen, layer.weight, entries, 1)
     return out if layer.bias is None else out + layer.bias[:, None, None]
 
 
