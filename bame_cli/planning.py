@@ -6,16 +6,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bame_cli import compose, config, studies
 from bame_cli import folder as folders
 from bame_cli.address import digest, folder, parent
-from bame_cli.blueprint import Blueprint, blueprint, known_facts
 from bame_cli.config import Config
 from bame_cli.errors import ConfigError
 from bame_cli.methods import name_of
 from bame_cli.texts import aligned
+
+if TYPE_CHECKING:
+    from bame_cli.blueprint import Blueprint
 
 
 @dataclass
@@ -159,6 +161,8 @@ class Plan:
 
 def _expected(job: Planned, like: Blueprint | None) -> Blueprint | None:
     """The job's blueprint; what that refuses becomes the job's error."""
+    from bame_cli.blueprint import blueprint, known_facts
+
     if job.config is None:
         return like
     try:

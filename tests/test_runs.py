@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -220,6 +221,16 @@ def test_bad_input_is_one_line_and_leaves_nothing(words, says, capsys):
     assert said.startswith("bame: ")
     assert said.count("\n") == 1
     assert not list(Path().iterdir())
+
+
+def test_options_are_shown_without_what_trains():
+    program = (
+        "import sys; from bame_cli import cli\n"
+        "try: cli.main(['train', '--cfg', 'job'])\nexcept SystemExit as left: assert left.code == 0\n"
+        "assert not {'timm', 'torchvision', 'matplotlib'} & set(sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert "method:" in shown
 
 
 def test_a_folder_with_another_configuration_is_left_alone(capsys):

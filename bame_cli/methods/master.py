@@ -49,6 +49,7 @@ class MasterMethod(SparseMethod):
         self.span = tuple(at_share(share, total_steps) for share in self.stage_span())
         self.staged = {n: fitted(self.stages_of(pattern), shape) for n, (shape, pattern) in shapes.items()}
         self.lengths = sorted({len(stages) for stages in self.staged.values()})
+        self.target = tuple(length - 1 for length in self.lengths)
         self.costs = dict[tuple[object, ...], Densities]()
         early = max(self.lengths, default=1) - 1
         if self.span[1] - self.span[0] < early:
@@ -63,6 +64,8 @@ class MasterMethod(SparseMethod):
 
     def stages_now(self, step: int) -> tuple[int, ...]:
         """Which stages hold at step `step`: a layer's stage depends on how many it has, and on nothing else."""
+        if step >= self.span[1]:  # asked at every step that is billed, and nearly always so
+            return self.target
         return tuple(stage_index(length, step, *self.span) for length in self.lengths)
 
     def pattern_at(self, step: int) -> Mapping[str, Pattern] | None:

@@ -43,6 +43,8 @@ class Calendar:
             return 1.0
         if not self.first <= step < self.last:
             return 0.0
+        if not self.taper:
+            return self.share
         left = 1 - (self.due(step) - self.first) / (self.last - self.first)
         return self.share * left**self.taper
 

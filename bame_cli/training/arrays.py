@@ -6,11 +6,9 @@ import gzip
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torchvision
 from torch import Tensor
 
 from bame_cli.errors import ConfigError
@@ -77,6 +75,8 @@ def _fashion_mnist(root: Path, download: bool) -> Arrays:
     places = [root / "FashionMNIST" / "raw", root, DEBIAN]
     place = next((p for p in places if _idx_file(p, "train-images-idx3-ubyte")), None)
     if place is None and download:
+        import torchvision
+
         try:
             torchvision.datasets.FashionMNIST(str(root), download=True)
             place = places[0]
@@ -107,13 +107,16 @@ def _read_idx(folder: Path, name: str) -> Tensor:
     return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape).copy())
 
 
-def _cifar(kind: Callable[..., Any], name: str) -> Callable[[Path, bool], Arrays]:
+def _cifar(kind: str, name: str) -> Callable[[Path, bool], Arrays]:
     def read(root: Path, download: bool) -> Arrays:
+        import torchvision
+
+        made = getattr(torchvision.datasets, kind)
         try:
-            train, val = (kind(str(root), train=part, download=download) for part in (True, False))
+            train, val = (made(str(root), train=part, download=download) for part in (True, False))
         except (OSError, RuntimeError) as error:
             hint = f"the download failed ({error})" if download else "dataset.download=true fetches it"
-            raise _missing(name, [root / kind.base_folder], hint) from error  # type: ignore[attr-defined]
+            raise _missing(name, [root / made.base_folder], hint) from error
         images = [torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous() for part in (train, val)]
         labels = [torch.tensor(part.targets) for part in (train, val)]
         return Arrays(images[0], labels[0], images[1], labels[1], train.classes)
@@ -142,6 +145,6 @@ def synthetic(train_size: int, val_size: int, classes: int, channels: int, size:
 ARRAYS: dict[str, tuple[Callable[[Path, bool], Arrays], str]] = {
     "digits": (_digits, "scikit-learn's handwritten digits, 8x8 pixels; small and easy, no benchmark"),
     "fashion_mnist": (_fashion_mnist, "Zalando's clothing pictures, 28x28 pixels"),
-    "cifar10": (_cifar(torchvision.datasets.CIFAR10, "cifar10"), "32x32 photographs in 10 classes"),
-    "cifar100": (_cifar(torchvision.datasets.CIFAR100, "cifar100"), "32x32 photographs in 100 classes"),
+    "cifar10": (_cifar("CIFAR10", "cifar10"), "32x32 photographs in 10 classes"),
+    "cifar100": (_cifar("CIFAR100", "cifar100"), "32x32 photographs in 100 classes"),
 }

@@ -3,6 +3,8 @@
 A small data set sits in memory as uint8 and is augmented a batch at a time; a folder of images is read by workers.
 Either way a batch is a function of (seed, epoch, index): a run that stops in the middle of an epoch goes on with
 exactly the batches that it would have seen, however many workers there are.
+
+What reads files is imported where it reads: a count of FLOPs needs no torchvision.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from bame_cli.errors import ConfigError, near_misses
 from bame_cli.training.arrays import ARRAYS, Arrays, synthetic
 from bame_cli.training.distributed import ALONE, Ranks
 from bame_cli.training.images import Batch, Look, Split, show
-from bame_cli.training.pictures import read_folders, read_pictures
 from bame_cli.training.seeding import generator
 
 _FOLDERS = ("imagenet", "image_folder")
@@ -110,6 +111,8 @@ def load(
         made = synthetic(train_size or 1024, val_size or 256, classes or 10, channels or 3, look.image_size or 16)
         return _in_memory(made.hold_out(holdout), look, device, "made-up images, for tests and benchmarks")
     if name in _FOLDERS:
+        from bame_cli.training.pictures import read_folders
+
         train, val, names = read_folders(Path(root), look, workers, (train_size, val_size), holdout, device)
         return Data(train, val, names, (3, train.size, train.size), f"pictures in {root}")
     read, about = ARRAYS[name]
@@ -129,6 +132,8 @@ def show_pictures(
 
     Raises ConfigError that names a file which is no picture.
     """
+    from bame_cli.training.pictures import read_pictures
+
     channels, size, _ = image_shape
     pixels = read_pictures(paths, size=size, grey=channels == 1, margin=name in _FOLDERS)
     return show(pixels.to(device), replace(look, image_size=size))
