@@ -119,7 +119,7 @@ def test_training_is_the_same_to_rounding(case, always):
 
 
 def test_the_faster_way_is_taken_and_measured_once_per_shape(monkeypatch):
-    ratio, measured = 2.0, []
+    ratio, measured = 0.95, []
     monkeypatch.setattr(SparseLayer, "_ratio", lambda self, *_: measured.append(self.name) or ratio)
     products = []
     monkeypatch.setattr(execution._Product, "apply", lambda *args: products.append(1) or args[0] @ args[1].t())
@@ -129,7 +129,7 @@ def test_the_faster_way_is_taken_and_measured_once_per_shape(monkeypatch):
     for size in (8, 8, 4):
         model(torch.randn(size, 32))
     assert len(measured) == 2
-    assert not products, "the dense products were the faster"
+    assert not products, "a saving so small may be the clock's"
     ratio = 0.5
     model(torch.randn(2, 32))
     model(torch.randn(2, 32))

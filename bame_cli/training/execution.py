@@ -2,9 +2,9 @@
 
 In training steps a Linear layer or 1x1 convolution whose weight and gradient are wanted at few entries computes its
 three products with a CSR matrix of those entries: the results are those of the dense products up to rounding. Both
-ways are timed on the layer's own input the first time it looks like this, and the faster one is taken from then on.
-Evaluation is dense. The method says which entries are wanted (`Method.support`), and where that is all of them the
-layer is dense too.
+ways are timed on the layer's own input the first time it looks like this, and sparse products are taken from then on
+where they were clearly faster. Evaluation is dense. The method says which entries are wanted (`Method.support`), and
+where that is all of them the layer is dense too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from bame_cli.methods.base import Method
 from bame_cli.training.log import logger
 
 _TRIALS = 3
+# Sparse products are taken where they save this much: a clock that errs by a little must not slow a run down.
+_CLEARLY = 0.9
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def _way(layer: nn.Module) -> Callable[[Any, Tensor, Entries], Tensor] | None:
 
 
 class SparseLayer:
-    """Stands in for a layer's `forward`: sparse products while they are faster, the layer's own ones else."""
+    """Stands in for a layer's `forward`: sparse products while they are clearly faster, the layer's own ones else."""
 
     def __init__(self, layer: nn.Module, name: str, method: Method, way: Callable[..., Tensor]) -> None:
         self.layer, self.name, self.method, self.way = layer, name, method, way
@@ -146,7 +148,7 @@ class SparseLayer:
         looks = (*inputs.shape, round(4 * math.log2(max(1, self.count))))
         if looks not in self.ratios:
             self.ratios[looks] = self._ratio(inputs, support)
-        if self.ratios[looks] >= 1:
+        if self.ratios[looks] >= _CLEARLY:
             return self._dense(inputs)
         return self.way(self.layer, inputs, self._entries(support))
 
@@ -181,7 +183,7 @@ class SparseLayer:
 
 
 def execute_sparsely(model: nn.Module, method: Method, device: torch.device) -> list[SparseLayer]:
-    """Let every layer that can compute its training steps by sparse products, where those are the faster ones.
+    """Let every layer that can compute its training steps by sparse products, where those are clearly faster.
 
     To be called when the model will be copied no more: a copy would compute with the weights of the original.
     """
