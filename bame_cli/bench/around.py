@@ -97,9 +97,10 @@ def _read(config: Config, data: Data) -> None:
 
 def _bare(config: Config, run: Run) -> None:
     optimizer, _ = optimization(config, run.model, run.steps_per_epoch)
+    run.model.train()
     for images, labels in run.data.train.train_batches(config.recipe.batch_size, seed=0, epoch=0):
         optimizer.zero_grad()
-        F.cross_entropy(run.model.train()(images), labels).backward()
+        F.cross_entropy(run.model(images), labels).backward()
         optimizer.step()
     evaluate(run.model, run.data.val.eval_batches(config.recipe.eval_batch_size))
 

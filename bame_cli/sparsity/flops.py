@@ -189,10 +189,16 @@ class Bill:
     forward: int = 0
     grad_input: int = 0
     grad_weight: int = 0
+    _last: tuple[Densities, tuple[int, int, int]] | None = field(default=None, repr=False, compare=False)
 
     def charge(self, densities: Densities, images: int) -> None:
-        """Add one step, or several alike: `images` images at these densities; layers not named are dense."""
-        forward, grad_input, grad_weight = _per_image(self.cost, densities, self.skip_first)
+        """Add one step, or several alike: `images` images at these densities; layers not named are dense.
+
+        Densities that are the same object as last time cost the same: a loop that charges every step counts once.
+        """
+        if self._last is None or self._last[0] is not densities:
+            self._last = densities, _per_image(self.cost, densities, self.skip_first)
+        forward, grad_input, grad_weight = self._last[1]
         self.images += images
         self.forward += forward * images
         self.grad_input += grad_input * images

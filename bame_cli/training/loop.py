@@ -132,7 +132,8 @@ def train_step(run: Run, batch: Batch) -> None:
     """One optimizer step, billed by what the method says it cost. A step that the scaler skips calls no hook."""
     step, progress = run.progress.step, run.progress
     progress.last["lr"] = run.schedule.set(step)
-    run.model.train()
+    if not run.model.training:
+        run.model.train()
     run.optimizer.zero_grad(set_to_none=True)
     loss = backward(run, batch)
     if made := run.precision.unscaled(run.model, run.optimizer):

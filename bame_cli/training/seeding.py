@@ -7,6 +7,7 @@ what another sees.
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import numpy as np
 import torch
@@ -19,10 +20,9 @@ def generator(*key: int) -> np.random.Generator:
 
 def seed_all(*key: int) -> None:
     """Seed Python's, NumPy's and torch's global generators (all devices) from the key."""
-    number = _mixed(key)
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.manual_seed(number)
+    seed_host(*key)
+    if _accelerated():  # without one, torch would note down where it was asked, at every step
+        torch.manual_seed(_mixed(key))
 
 
 def seed_host(*key: int) -> None:
@@ -31,6 +31,11 @@ def seed_host(*key: int) -> None:
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number)
+
+
+@cache
+def _accelerated() -> bool:
+    return torch.accelerator.is_available()
 
 
 def _mixed(key: tuple[int, ...]) -> int:
