@@ -4,7 +4,7 @@ A small data set sits in memory as uint8 and is augmented a batch at a time; a f
 Either way a batch is a function of (seed, epoch, index): a run that stops in the middle of an epoch goes on with
 exactly the batches that it would have seen, however many workers there are.
 
-What reads files is imported where it reads: a count of FLOPs needs no torchvision.
+What reads folders of pictures is imported where it reads them.
 """
 
 from __future__ import annotations
