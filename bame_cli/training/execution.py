@@ -87,14 +87,13 @@ class _Product(torch.autograd.Function):
         ctx.rest, ctx.layout = inputs.movedim(dim, 0).shape[1:], _layout(inputs, dim)
         columns = _columns(inputs, dim)
         ctx.save_for_backward(columns)
-        return (ctx.matrix @ columns).unflatten(1, ctx.rest).movedim(0, dim).contiguous(memory_format=ctx.layout)
+        return _laid_out(ctx.matrix @ columns, ctx)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         (columns,), entries, grad, of_inputs = ctx.saved_tensors, ctx.entries, _columns(grads[0], ctx.dim), None
         if ctx.needs_input_grad[0]:
-            of_inputs = (entries.transpose(ctx.matrix) @ grad).unflatten(1, ctx.rest).movedim(0, ctx.dim)
-            of_inputs = of_inputs.contiguous(memory_format=ctx.layout)
+            of_inputs = _laid_out(entries.transpose(ctx.matrix) @ grad, ctx)
         sampled = torch.sparse.sampled_addmm(ctx.matrix, grad, columns.t(), beta=0.0).values()
         of_weight = sampled.new_zeros(entries.shape[0] * entries.shape[1]).scatter_(0, entries.index, sampled)
         return of_inputs, of_weight.view(ctx.shape), None, None
@@ -103,6 +102,11 @@ class _Product(torch.autograd.Function):
 def _columns(tensor: Tensor, dim: int) -> Tensor:
     """Features first, (features, tokens), contiguous."""
     return tensor.movedim(dim, 0).flatten(1).contiguous()
+
+
+def _laid_out(columns: Tensor, ctx: Any) -> Tensor:
+    """The way back from `_columns`, to the shape and layout of what the layer was given."""
+    return columns.unflatten(1, ctx.rest).movedim(0, ctx.dim).contiguous(memory_format=ctx.layout)
 
 
 def _layout(tensor: Tensor, dim: int) -> torch.memory_format:

@@ -7,6 +7,7 @@ what another sees.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -20,17 +21,20 @@ def generator(*key: int) -> np.random.Generator:
 
 def seed_all(*key: int) -> None:
     """Seed Python's, NumPy's and torch's global generators (all devices) from the key."""
-    seed_host(*key)
-    if _accelerated():  # without one, torch would note down where it was asked, at every step
-        torch.manual_seed(_mixed(key))
+    # Without an accelerator, torch.manual_seed would note down where it was asked, at every step.
+    _seed(key, torch.manual_seed if _accelerated() else torch.default_generator.manual_seed)
 
 
 def seed_host(*key: int) -> None:
     """The same without the accelerators, for workers that only prepare data."""
+    _seed(key, torch.default_generator.manual_seed)
+
+
+def _seed(key: tuple[int, ...], torch_seed: Callable[[int], torch.Generator]) -> None:
     number = _mixed(key)
     random.seed(number)
     np.random.seed(number % 2**32)
-    torch.default_generator.manual_seed(number)
+    torch_seed(number)
 
 
 @cache
