@@ -76,13 +76,7 @@ def blueprint(config: Config, facts: datasets.Facts, like: Blueprint | None = No
     config.method.plan(shapes, steps)
     optimizer, _ = optimization(config, model, facts.train // batch)
     config.method.admit(optimizer)
-    expected = forecast(
-        cost,
-        config.method.densities,
-        steps=steps,
-        images_per_step=config.recipe.batch_size,
-        skip_first=config.flops.skip_first,
-    )
+    expected = forecast(cost, config.method, images_per_step=batch, skip_first=config.flops.skip_first)
     return Blueprint(config, facts, model, rows, cost, expected)
 
 

@@ -75,7 +75,7 @@ def per_layer(config: Config) -> list[Row]:
     parts = {name: ForwardCost({name: flops}, first=plan.cost.first) for name, flops in plan.cost.layers.items()}
     if plan.cost.products:
         parts["(products of activations)"] = ForwardCost({}, plan.cost.products)
-    equal = list(spans(config.method.densities, plan.total_steps))
+    equal = list(spans(config.method))
     rows = []
     for name, cost in parts.items():
         bill, pattern = Bill(cost, config.flops.skip_first), plan.patterns.get(name)
@@ -113,7 +113,7 @@ def cumulative(config: Config) -> tuple[list[float], list[float]]:
     plan = blueprint(config, known_facts(config))
     bill, done, whole = Bill(plan.cost, config.flops.skip_first), 0, plan.expected.dense().total
     shares, totals = [0.0], [0.0]
-    for densities, steps in spans(config.method.densities, plan.total_steps):
+    for densities, steps in spans(config.method):
         bill.charge(densities, steps * config.recipe.batch_size)
         done += steps
         shares.append(done / plan.total_steps)

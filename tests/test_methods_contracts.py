@@ -32,7 +32,7 @@ from training_bed import (
 from bame_cli.errors import ConfigError
 from bame_cli.methods import METHODS
 from bame_cli.methods.optimizers import keeps_zeros
-from bame_cli.sparsity.flops import FULL, forecast, forward_cost
+from bame_cli.sparsity.flops import FULL, forecast, forward_cost, spans
 from bame_cli.sparsity.layers import sparse_layers, survey
 from bame_cli.sparsity.pattern import Pattern
 
@@ -252,7 +252,29 @@ def test_densities_are_shares_and_the_forecast_is_what_a_run_reports(case):
         assert planned.pattern_at(step) == training.method.pattern_at(step)
         counted += sum(f * sum(now.get(name, FULL)) for name, f in cost.layers.items())
     if case != "bame frozen":
-        assert forecast(cost, planned.densities, steps=STEPS, images_per_step=8).total == 8 * counted
+        assert forecast(cost, planned, images_per_step=8).total == 8 * counted
+
+
+TURNS = [(case, {}) for case in CASES] + [
+    ("bame", {"taper": 1.0, "interval": 7, "start": 0.2, "stop": 0.85}),
+    ("decay linear", {"beta": 0.3}),
+    ("decay exponential soft", {"interval": 3, "start": 0.0}),
+    ("swap", {"interval": 13, "gradient_steps": 13}),
+    ("swap warmed up", {"warmup": 0.33, "interval": 9}),
+    ("structure stepwise", {"start": 0.13, "stop": 0.87}),
+]
+
+
+@pytest.mark.parametrize("total", [20, 97, 1000])
+@pytest.mark.parametrize(("case", "options"), TURNS, ids=str)
+def test_densities_change_at_turns_only(case, options, total):
+    """A forecast looks at those steps alone: at ImageNet's length asking every step takes seconds."""
+    method, model = build(case, **options), net().to("meta")
+    layers = sparse_layers(model, survey(model, Pattern(2, 4)))
+    method.plan({name: (p.shape, pattern) for name, (p, pattern) in layers.items()}, total)
+    found = list(chain.from_iterable([densities] * length for densities, length in spans(method)))
+    assert len(found) == total
+    assert all(found[step] is method.densities(step) for step in range(total))
 
 
 HALF, ONE = Fraction(1, 2), Fraction(1)

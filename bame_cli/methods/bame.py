@@ -22,7 +22,7 @@ Departs   from the paper in whatever it does that we could not read. Every `inte
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -102,6 +102,9 @@ class BAME(RampMethod):
             counts = {name: self.scheduled(name, step) for name in self.patterns} | short
             self.costs[key] = {name: self._cost(name, count, step) for name, count in counts.items()}
         return self.costs[key]
+
+    def turns(self) -> Iterable[int]:
+        return {*super().turns(), *self.calendar.turns()}
 
     def _cost(self, name: str, designated: int, step: int) -> Density:
         d = self.stage_at(name, step).density

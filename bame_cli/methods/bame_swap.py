@@ -21,7 +21,7 @@ Departs   from the paper in whatever it does that we could not read. An adaptati
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,10 @@ class BAMESwap(MasterMethod):
         if step < self.warm:
             return self.cost_warm
         return self.cost_gather if self.gathers(step) else self.cost_fixed
+
+    def turns(self) -> Iterable[int]:
+        ends = range(self.interval, self.total_steps + 1, self.interval)
+        return {self.warm, *ends, *(end - self.gradient_steps for end in ends)}
 
     def warnings(self) -> list[str]:
         if any(self.adapts(step) for step in range(self.interval - 1, self.total_steps, self.interval)):

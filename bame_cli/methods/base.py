@@ -17,7 +17,7 @@ gradient taken at the effective weights is then the gradient that W gets: straig
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -78,6 +78,10 @@ class Method:
     def densities(self, step: int) -> Densities:
         """What step `step` computes of each sparse layer's three products. The same object while nothing changes."""
         return ALL_DENSE
+
+    def turns(self) -> Iterable[int]:
+        """The steps at which `densities` may change, in any order: from one of them to the next it does not."""
+        return ()
 
     def pattern_at(self, step: int) -> Mapping[str, Pattern] | None:
         """The patterns of the network that step `step` sees, by layer; None while a mask is soft."""

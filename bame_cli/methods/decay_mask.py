@@ -14,7 +14,7 @@ Departs   delta is exactly 0 from `stop`, whatever beta: in the public code an e
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,6 +109,10 @@ class DecayMask(MasterMethod):
 
     def densities(self, step: int) -> Densities:
         return self.cost_soft if self.delta(step) > 0 else super().densities(step)
+
+    def turns(self) -> Iterable[int]:
+        # Delta may reach 0 at any refresh before `stop`, as its `beta` has it.
+        return {*super().turns(), *range(self.first, self.last, self.interval), self.last}
 
     def stage_cost(self, stage: Pattern) -> Density:
         return Density(stage.density, ONE, ONE if self.gradient == "ste" else stage.density)

@@ -8,7 +8,7 @@ gets: straight-through by construction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from bame_cli.errors import ConfigError
 from bame_cli.methods.base import Layers, Shapes, SparseMethod
 from bame_cli.methods.options import at_share
-from bame_cli.methods.stages import fitted, stage_index, stepwise
+from bame_cli.methods.stages import fitted, stage_index, stage_turns, stepwise
 from bame_cli.sparsity.flops import ONE, Densities, Density
 from bame_cli.sparsity.pattern import Pattern, is_dense, keep_where
 
@@ -76,6 +76,9 @@ class MasterMethod(SparseMethod):
         if key not in self.costs:
             self.costs[key] = {name: self.stage_cost(self.stage_at(name, step)) for name in self.patterns}
         return self.costs[key]
+
+    def turns(self) -> Iterable[int]:
+        return {turn for length in self.lengths for turn in stage_turns(length, *self.span)}
 
     def stage_cost(self, stage: Pattern) -> Density:
         """What a step costs while a layer is at `stage`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -47,3 +48,8 @@ def stage_index(length: int, step: int, first: int, last: int) -> int:
     if step >= last:
         return length - 1
     return 0 if step < first else (length - 1) * (step - first) // (last - first)
+
+
+def stage_turns(length: int, first: int, last: int) -> list[int]:
+    """The steps at which `stage_index` rises."""
+    return [first + math.ceil(index * (last - first) / (length - 1)) for index in range(1, length)]

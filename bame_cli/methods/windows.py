@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,11 @@ class Calendar:
             return self.share
         left = 1 - (self.due(step) - self.first) / (self.last - self.first)
         return self.share * left**self.taper
+
+    def turns(self) -> Iterable[int]:
+        """The steps at which `share_at` may change."""
+        tapers = range(self.first, self.last, self.interval) if self.taper else ()
+        return {self.warm, self.first, self.last, *tapers}
 
 
 @dataclass

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -231,18 +231,21 @@ class Bill:
             setattr(self, key, value)
 
 
-def forecast(
-    cost: ForwardCost,
-    densities: Callable[[int], Densities],
-    *,
-    steps: int,
-    images_per_step: int,
-    skip_first: bool = False,
-) -> Bill:
-    """The bill of a whole run, before it: `densities(step)` of a planned method, summed over all steps."""
+class Planned(Protocol):
+    """What each of `total_steps` steps will compute: a method, once planned."""
+
+    total_steps: int
+
+    def densities(self, step: int) -> Densities: ...
+
+    def turns(self) -> Iterable[int]: ...
+
+
+def forecast(cost: ForwardCost, planned: Planned, *, images_per_step: int, skip_first: bool = False) -> Bill:
+    """The bill of a whole run, before it: what all of its steps cost."""
     # Densities come back, as when windows open and close: each is charged once, for all of its steps.
     seen, lengths = dict[int, Densities](), Counter[int]()
-    for current, length in spans(densities, steps):
+    for current, length in spans(planned):
         seen[id(current)] = current
         lengths[id(current)] += length
     bill = Bill(cost, skip_first)
@@ -251,17 +254,15 @@ def forecast(
     return bill
 
 
-def spans(densities: Callable[[int], Densities], steps: int) -> Iterator[tuple[Densities, int]]:
-    """Runs of consecutive steps that cost the same: methods return the same object while nothing changes."""
-    start, current = 0, None
-    for step in range(steps):
-        now = densities(step)
-        if current is not None and now is not current:
+def spans(planned: Planned) -> Iterator[tuple[Densities, int]]:
+    """Runs of consecutive steps that cost the same, and their lengths."""
+    start, current = 0, planned.densities(0)
+    for step in sorted(turn for turn in set(planned.turns()) if 0 < turn < planned.total_steps):
+        now = planned.densities(step)
+        if now is not current:
             yield current, step - start
-            start = step
-        current = now
-    if current is not None:
-        yield current, steps - start
+            start, current = step, now
+    yield current, planned.total_steps - start
 
 
 def _per_image(cost: ForwardCost, densities: Densities, skip_first: bool) -> tuple[int, int, int]:
