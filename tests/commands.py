@@ -29,6 +29,17 @@ def bame(*words: str) -> int:
     return left.value.code
 
 
+def imports_of(*words: str) -> set[str]:
+    """What a command has imported when it ends well, in a program of its own."""
+    program = (
+        "import json, sys; from bame_cli import cli\n"
+        "try: cli.main(sys.argv[1:])\nexcept SystemExit as left: assert left.code == 0\n"
+        "print(json.dumps(list(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *words], check=True, capture_output=True, text=True)
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
 def words_for(method: str) -> list[str]:
     """TINY for any method: those without an interval do not take one."""
     known = {f.name for f in METHODS[method].__dataclass_fields__.values()}

@@ -1,4 +1,4 @@
-"""What all tests share: one thread, so that results do not depend on the machine, and a small network."""
+"""What tests share: one thread, so that results do not depend on the machine; an empty folder; a small network."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    """The current folder is an empty one: where commands write stays out of the repository."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -19,9 +19,7 @@ SHORT = ["recipe.epochs=1", "recipe.warmup_epochs=0", "recipe.batch_size=8", "da
 EXTRA = {"digits": ["dataset.train_size=64", "dataset.val_size=32"], "fashion_mnist": ["dataset.download=false"]}
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def write_imagenet(root: Path) -> None:

@@ -23,9 +23,7 @@ VIT += ["model=vit_tiny_patch16_224", "recipe.epochs=2", "recipe.batch_size=16",
 VIT += ["recipe.lr=1e-3", "method.interval=2", "log.every=1"]
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 # --- precision ---

@@ -19,9 +19,7 @@ VIT += ["model=vit_tiny_patch16_224", "recipe.epochs=2", "recipe.batch_size=16",
 VIT += ["recipe.optimizer=adamw", "recipe.lr=1e-3", "recipe.label_smoothing=0.1", "method.interval=2"]
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def torchrun(*words: str, ranks: int = 2) -> subprocess.Popen:

@@ -23,9 +23,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["bame_cli.run", "bame_cli.compose", "commands", "matplotlib.figure"])
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 # --- the power is cut ---

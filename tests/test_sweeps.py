@@ -21,9 +21,7 @@ TINY = ["dataset=synthetic", "dataset.train_size=64", "dataset.val_size=20", "da
 TINY += ["recipe.batch_size=16", "recipe.epochs=1", "method=srste"]
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def results() -> dict[str, dict]:
