@@ -21,9 +21,10 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
+from tqdm import tqdm
 
 from bame_cli import config, registration
-from bame_cli.errors import ConfigError, near_misses
+from bame_cli.errors import ConfigError, follows, near_misses
 
 
 def run_jobs(words: list[str], job: Callable[[Any], float]) -> None:
@@ -55,7 +56,9 @@ def run_listed(
         loader = Hydra.create_main_hydra2("bame", path).config_loader
         ours = [*args.overrides, "hydra.mode=MULTIRUN"]
         master = loader.load_configuration(args.config_name or "train", ours, run_mode=RunMode.MULTIRUN)
-        chosen = begin([_node(loader.load_sweep_config(master, list(words))) for words in jobs])
+        quiet = True if follows() else None  # None: where standard error is no terminal
+        bar = tqdm(jobs, "options", unit="job", leave=False, disable=quiet, delay=2)  # a large table takes a minute
+        chosen = begin([_node(loader.load_sweep_config(master, list(words))) for words in bar])
         if chosen:
             context = HydraContext(config_loader=loader, callbacks=Callbacks(master))
             launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=job, config=master)

@@ -80,7 +80,7 @@ DOORS = {
     "torchvision": {"training.pictures", "training.arrays"},
     "sklearn": {"training.arrays"},
     "wandb": {"training.log"},
-    "tqdm": {"training.log"},
+    "tqdm": {"training.log", "compose"},
     "safetensors": {"formats.plain"},
     "matplotlib": {"plots"},
     "hydra": {"sweeps", "compose", "registration"},
