@@ -20,16 +20,16 @@ from bame_cli.training.checkpoint import Checkpoints
 from bame_cli.training.data import Data
 from bame_cli.training.distributed import Ranks
 from bame_cli.training.execution import execute_sparsely
-from bame_cli.training.log import RunLog, logger
+from bame_cli.training.log import NoLog
 from bame_cli.training.loop import Run, Settings
 from bame_cli.training.precision import Precision
 
 
-def build(plan: Blueprint, data: Data, where: Path, place: tuple[Ranks, torch.device], log: RunLog) -> Run:
-    """Everything a run is made of, at its first step."""
+def build(plan: Blueprint, data: Data, where: Path, place: tuple[Ranks, torch.device]) -> Run:
+    """Everything a run is made of, at its first step; it has no log yet, and nothing is written."""
     config, recipe, (ranks, device) = plan.config, plan.config.recipe, place
     torch.manual_seed(config.seed)
-    model = _model(plan, data, device)
+    model, notes = _model(plan, data, device)
     optimizer, schedule = optimization(config, model, plan.steps_per_epoch)
     config.method.attach(sparse_layers(model, plan.rows), optimizer, plan.total_steps)
     forward = ranks.wrapped(model, device)
@@ -45,29 +45,31 @@ def build(plan: Blueprint, data: Data, where: Path, place: tuple[Ranks, torch.de
         augment=BatchAugment(classes=len(data.classes), device=device, **alphas),
         average=Average(model, recipe.ema, plan.patterns) if recipe.ema else None,
         bill=Bill(plan.cost, config.flops.skip_first),
-        log=log,
+        log=NoLog(),
         checkpoints=Checkpoints(where / "checkpoints", writes=ranks.leads),
         target=plan.patterns,
         settings=_settings(config),
         ranks=ranks,
+        notes=notes,
     )
     if config.execution == "sparse":
         execute_sparsely(model, config.method, device)  # now that the average has made its copy of the model
     return run
 
 
-def _model(plan: Blueprint, data: Data, device: torch.device) -> nn.Module:
+def _model(plan: Blueprint, data: Data, device: torch.device) -> tuple[nn.Module, list[str]]:
+    """The network with its first weights, and what there is to say of them."""
     config = plan.config
     options = model_options(config, plan.facts.classes)
     model = models.create(
         image_shape=data.image_shape, pretrained=config.model.pretrained and not config.model.parent, **options
     )
-    _load_weights(config, model)
+    notes = _load_weights(config, model)
     if config.sync_batchnorm:
         model = models.synchronized(model)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    return model.to(device)
+    return model.to(device), notes
 
 
 def _settings(config: Config) -> Settings:
@@ -88,9 +90,6 @@ def _settings(config: Config) -> Settings:
     )
 
 
-def _load_weights(config: Config, model: nn.Module) -> None:
+def _load_weights(config: Config, model: nn.Module) -> list[str]:
     path = source(config)
-    if path is None:
-        return
-    for note in models.load_weights(model, path / "model.safetensors" if path.is_dir() else path):
-        logger.info(note)
+    return models.load_weights(model, path / "model.safetensors" if path and path.is_dir() else path) if path else []

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from bame_cli.errors import ConfigError
 FILES = ("config.yaml", "layers.json", "metrics.jsonl", "train.log", "model.safetensors", "result.json", "digest")
 FOLDERS = ("checkpoints", "export", "masks", "plots", "tensorboard", "wandb")
 _RESERVE = ".reserve"
+# Written whole or not at all: a text file by way of these. Alone they are no run.
+_ASIDE = tuple(f"{name}.tmp" for name in FILES)
+_NO_RUN = {".lock", _RESERVE, *_ASIDE}
 
 
 def result_of(folder: Path) -> dict[str, Any] | None:
@@ -37,7 +40,7 @@ def demand_ours(folder: Path, digest: str, *, replace: bool = False) -> bool:
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file, not a run folder")
-    if not folder.is_dir() or not any(path.name != ".lock" for path in folder.iterdir()):
+    if not folder.is_dir() or not any(path.name not in _NO_RUN for path in folder.iterdir()):
         return False
     mark = folder / "digest"
     if not mark.is_file():
@@ -61,25 +64,20 @@ def claimed(folder: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise ConfigError(f"another process is training in {folder}") from error
+        except OSError as error:
+            raise ConfigError(f"{folder} is on a disk that has no locks ({error.strerror}): choose another") from error
         yield
 
 
 def clear(folder: Path) -> None:
-    """Remove what a run wrote, and nothing else."""
-    for name in (*FILES, _RESERVE):
-        (folder / name).unlink(missing_ok=True)
+    """Remove what a run wrote, and nothing else; its digest last, so that one that is cut here is still known."""
     for name in FOLDERS:
-        shutil.rmtree(folder / name, ignore_errors=True)
-
-
-def discard(folder: Path) -> None:
-    """Remove what a run wrote, and the folder with the empty ones above it."""
-    clear(folder)
-    (folder / ".lock").unlink(missing_ok=True)
-    with suppress(OSError):  # not empty: somebody else's things
-        os.removedirs(folder)
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+    for name in (_RESERVE, *_ASIDE, *FILES):
+        (folder / name).unlink(missing_ok=True)
 
 
 def reserve(folder: Path) -> None:

@@ -157,7 +157,7 @@ def _versions() -> dict[str, str]:
 
 
 def _git() -> dict[str, Any]:
-    """Commit and state of the source tree we run from; None for an installed package."""
+    """Commit and state of the source tree we run from; both None for an installed package."""
     here = Path(__file__).parent
 
     def ask(*words: str) -> str:
@@ -179,13 +179,10 @@ def _compute(config: Config, ranks: Ranks, device: torch.device) -> dict[str, An
     return {"device": device.type, "name": name, "ranks": ranks.world, "threads": torch.get_num_threads()} | how
 
 
-def result_of_run(
-    plan: Blueprint, run: Run | None, status: str, error: str, place: tuple[Ranks, torch.device]
-) -> dict[str, Any]:
-    """`result.json`: what tables and other programs read."""
+def identity(plan: Blueprint, place: tuple[Ranks, torch.device]) -> dict[str, Any]:
+    """What `result.json` says of a run before its first step: what was asked for, of which weights, on what."""
     config, target = plan.config, plan.config.target
-    result: dict[str, Any] = {"status": status} | ({"error": error} if error else {})
-    result |= {
+    return {
         "model": config.model.name,
         "dataset": config.dataset.name,
         "method": name_of(config.method),
@@ -201,14 +198,21 @@ def result_of_run(
         "versions": _versions(),
         "git": _git(),
     }
-    if run is None:
-        return result
+
+
+def figures(plan: Blueprint, run: Run, inherited: int) -> dict[str, Any]:
+    """What `result.json` says of a run as far as it got. inherited: the FLOPs of the run that it began from."""
     progress, last = run.progress, run.progress.last
-    result |= {"steps": progress.step, "top1": last.get("top1"), "top5": last.get("top5")}
-    result |= {"best_top1": progress.best_top1, "best_epoch": progress.best_epoch}
-    result |= {"flops": _flops(plan, run.bill), "seconds": round(progress.seconds, 3)}
-    result["images_per_second"] = round(run.bill.images / progress.seconds, 1) if progress.seconds else None
-    return result
+    return {
+        "steps": progress.step,
+        "top1": last.get("top1"),
+        "top5": last.get("top5"),
+        "best_top1": progress.best_top1,
+        "best_epoch": progress.best_epoch,
+        "flops": _flops(plan, run.bill) | {"inherited": inherited},
+        "seconds": round(progress.seconds, 3),
+        "images_per_second": round(run.bill.images / progress.seconds, 1) if progress.seconds else None,
+    }
 
 
 def _flops(plan: Blueprint, bill: Bill) -> dict[str, Any]:
@@ -227,12 +231,11 @@ def _flops(plan: Blueprint, bill: Bill) -> dict[str, Any]:
         "grad_input": bill.grad_input,
         "grad_weight": bill.grad_weight,
         "train_ratio_dense_grad_input": bill.ratio_dense_grad_input(),
-        "inherited": _inherited(plan.config),
         "not_counted": sorted(plan.cost.not_counted),
     }
 
 
-def _inherited(config: Config) -> int:
+def inherited_bill(config: Config) -> int:
     """The bill of the run that these weights came from, with what that one inherited; 0 for other weights."""
     path = source(config)
     if path is None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +14,19 @@ from bame_cli import __version__, plots
 from bame_cli import folder as folders
 from bame_cli.address import digest, folder, parent, source
 from bame_cli.assembly import build
+from bame_cli.attempt import Attempt, caught
 from bame_cli.blueprint import Blueprint, blueprint, load_data
 from bame_cli.config import Config
 from bame_cli.errors import ConfigError
-from bame_cli.failure import said
 from bame_cli.formats.plain import patterns_in, read_weights, write_weights
 from bame_cli.methods import name_of
-from bame_cli.report import closing, layer_table, preface, result_of_run
+from bame_cli.report import closing, identity, inherited_bill, layer_table, preface
 from bame_cli.training import log as logs
 from bame_cli.training import models
-from bame_cli.training.data import Data
 from bame_cli.training.distributed import Ranks, join
 from bame_cli.training.loop import Run, restore, train
 from bame_cli.training.precision import set_determinism
-from bame_cli.training.signals import Interrupted, Stopped, stop_signals
+from bame_cli.training.signals import Stopped, stop_signals
 from bame_cli.verify import verify_weights
 
 logger = logs.logger
@@ -48,40 +45,45 @@ class Outcome:
 def run(config: Config, config_text: str) -> Outcome:
     """Train what the options describe, or say that it is finished, or go on with it.
 
-    Raises ConfigError, with nothing written, when the options cannot be served.
+    Raises ConfigError, with nothing written or removed, when the options cannot be served.
     """
     ranks, device = join(config.device)
     set_determinism(config.deterministic)
     where, mark = folder(config), digest(config)
-    ours, result = ranks.lead(lambda: _found(config, where, mark))
-    if result and result["status"] == "finished":
-        print(f"finished already: top-1 {result['top1']:.2f} %, {where} (run.overwrite=true trains it again)")
-        return Outcome(0, where, result)
+    if result := ranks.lead(lambda: _finished(config, where, mark)):
+        return _already(result, where)
     _demand_parent(config)
     data = ranks.first(lambda: load_data(config, device))
     plan = blueprint(config, data.facts)
     _demand_parts(config, ranks, device)
+    attempt = Attempt(plan, (ranks, device), identity(plan, (ranks, device)), inherited_bill(config))
+    with caught(attempt, where):
+        attempt.run = build(plan, data, where, attempt.place)
     with ExitStack() as held:
         ranks.lead(lambda: held.enter_context(folders.claimed(where)))
+        if result := ranks.lead(lambda: _finished(config, where, mark)):  # by another process, since we looked
+            return _already(result, where)
         ranks.lead(lambda: _open(plan, where, mark, config_text))
         log = logs.RunLog(where, tracker=lambda: _tracker(config, where)) if ranks.leads else logs.NoLog()
         held.enter_context(log)
-        stopped = held.enter_context(stop_signals())
-        try:
-            return _guarded(plan, data, where, (ranks, device), log, stopped)
-        except ConfigError:  # refused after all: leave no trace of a run that never was
-            if not ours and ranks.leads:
-                folders.discard(where)
-            raise
+        return _guarded(attempt, where, log, held.enter_context(stop_signals()))
 
 
-def _found(config: Config, where: Path, mark: str) -> tuple[bool, dict[str, Any] | None]:
-    """Whether the folder holds this run already, and its result."""
-    ours = folders.demand_ours(where, mark, replace=config.run.overwrite) and not config.run.overwrite
-    result = folders.result_of(where) if ours else None
-    if ours and config.run.resume == "never" and (result is None or result["status"] != "finished"):
+def _already(result: dict[str, Any], where: Path) -> Outcome:
+    print(f"finished already: top-1 {result['top1']:.2f} %, {where} (run.overwrite=true trains it again)")
+    return Outcome(0, where, result)
+
+
+def _finished(config: Config, where: Path, mark: str) -> dict[str, Any] | None:
+    """The result of this run when it is finished. Raises ConfigError when the folder cannot be this run's."""
+    if not folders.demand_ours(where, mark, replace=config.run.overwrite) or config.run.overwrite:
+        return None
+    result = folders.result_of(where)
+    if result and result["status"] == "finished":
+        return result
+    if config.run.resume == "never":
         raise ConfigError(f"{where} holds an unfinished run: run.resume=auto goes on, run.overwrite=true starts again")
-    return ours, result
+    return None
 
 
 def _demand_parent(config: Config) -> None:
@@ -115,8 +117,8 @@ def _open(plan: Blueprint, where: Path, mark: str, config_text: str) -> None:
     """Write what a run's folder holds before the first step."""
     if plan.config.run.overwrite:
         folders.clear(where)
+    folders.write(where / "digest", mark + "\n")  # first: with it the folder is known to be this run's
     folders.reserve(where)
-    folders.write(where / "digest", mark + "\n")
     folders.write(where / "config.yaml", config_text)
     folders.write(where / "layers.json", json.dumps(layer_table(plan), indent=1) + "\n")
 
@@ -124,33 +126,16 @@ def _open(plan: Blueprint, where: Path, mark: str, config_text: str) -> None:
 # --- the run ---
 
 
-@dataclass
-class Attempt:
-    """What training made and how it ended: the run as far as it was built, the proof of its final network."""
-
-    run: Run | None = None
-    proof: dict[str, Any] = field(default_factory=dict)
-    status: str = "finished"
-    code: int = 0
-    error: str = ""
-
-    def ends(self, status: str, code: int, error: str) -> None:
-        self.status, self.code, self.error = status, code, error
-
-
-def _guarded(plan: Blueprint, data: Data, where: Path, place: Place, log: logs.RunLog, stopped: Stopped) -> Outcome:
+def _guarded(attempt: Attempt, where: Path, log: logs.RunLog, stopped: Stopped) -> Outcome:
     """Train and write the result; whatever ends the run early is said in one line and in the result."""
-    ranks, attempt = place[0], Attempt()
-    with _caught(attempt, where, ranks):
-        run = attempt.run = build(plan, data, where, place, log)
-        for line in preface(plan, data.about, where, place):
-            logger.info(line)
-        resume(plan, run)
-        train(run, stopped)
-        attempt.proof = ranks.lead(lambda: _save_final(plan, run, where))
-        if not attempt.proof["sparsity"]["verified"]:
-            attempt.ends("failed", 1, "the final network breaks its pattern: `bame verify` names the blocks")
-    result = result_of_run(plan, attempt.run, attempt.status, attempt.error, place) | attempt.proof
+    ranks = attempt.place[0]
+    if run := attempt.run:
+        run.log = log
+        with caught(attempt, where):
+            _train(attempt, run, where, stopped)
+    if attempt.trace:
+        _keep_traceback(attempt.trace, where, ranks)
+    result = attempt.result()
     if ranks.leads:
         _conclude(result, where, log)
     if attempt.status != "failed":  # which the ranks know of one after the other
@@ -158,21 +143,17 @@ def _guarded(plan: Blueprint, data: Data, where: Path, place: Place, log: logs.R
     return Outcome(attempt.code, where, result)
 
 
-@contextmanager
-def _caught(attempt: Attempt, where: Path, ranks: Ranks) -> Iterator[None]:
-    """Note in `attempt` what ended it; only a ConfigError goes on."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Interrupted as stop:
-        attempt.ends("interrupted", stop.exit_code, f"{stop}; the same command goes on")
-    except FloatingPointError as diverged:
-        attempt.ends("diverged", 1, str(diverged))
-    except Exception as failure:
-        attempt.ends("failed", 1, said(failure, where))
-        folders.release(where)
-        _keep_traceback(traceback.format_exc(), where, ranks)
+def _train(attempt: Attempt, run: Run, where: Path, stopped: Stopped) -> None:
+    """From what the run has to say to the proof of its final network."""
+    plan = attempt.plan
+    for line in [*preface(plan, run.data.about, where, attempt.place), *run.notes]:
+        logger.info(line)
+    resume(plan, run)
+    attempt.begun = True
+    train(run, stopped)
+    attempt.proof = run.ranks.lead(lambda: _save_final(plan, run, where))
+    if not attempt.proof["sparsity"]["verified"]:
+        attempt.ends("failed", 1, "the final network breaks its pattern: `bame verify` names the blocks")
 
 
 def _conclude(result: dict[str, Any], where: Path, log: logs.RunLog) -> None:
@@ -187,6 +168,7 @@ def _conclude(result: dict[str, Any], where: Path, log: logs.RunLog) -> None:
 
 def _keep_traceback(text: str, where: Path, ranks: Ranks) -> None:
     """In `train.log`, also from a rank that does not lead."""
+    folders.release(where)
     if ranks.leads:
         logger.error(text, extra={"file_only": True})
         return

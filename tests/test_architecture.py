@@ -21,7 +21,7 @@ ROOMS = {
     "config": {"methods", "sparsity", "errors"},
     "registration": {"config", "methods", "sparsity", "errors"},
     "compose": {"registration", "config", "errors"},
-    "failure": {"errors"},
+    "attempt": {"report", "blueprint", "training", "errors"},
     "address": {"config", "methods", "errors"},
     "folder": {"errors"},
     "words": {"errors"},
@@ -40,7 +40,7 @@ ROOMS = {
     "run": {
         "address",
         "assembly",
-        "failure",
+        "attempt",
         "plots",
         "report",
         "blueprint",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from commands import TINY, bame, result, rows, same_network, stop_at, words_for
 from test_training import write_pictures
 
-from bame_cli import cli
+from bame_cli import cli, folder
 from bame_cli.errors import ConfigError
 from bame_cli.methods import METHODS
 from bame_cli.training.checkpoint import Checkpoints
@@ -129,6 +131,68 @@ def test_damaged_checkpoints_are_never_a_fresh_start(tmp_path, monkeypatch, caps
     assert "run.overwrite=true starts again" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         Checkpoints(Path("run/checkpoints")).load()
+
+
+def test_what_is_wrong_after_training_does_not_take_the_run_away(monkeypatch):
+    """A disk that no longer gives back what was written is no fault of the options."""
+
+    def fail(*_):
+        raise ConfigError("run/model.safetensors is no safetensors file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("bame_cli.run.read_weights", fail)
+        assert bame("train", *TINY, "run.dir=run") == 1
+    assert result("run")["status"] == "failed"
+    assert result("run")["error"] == "run/model.safetensors is no safetensors file"
+    assert bame("train", *TINY, "run.dir=run") == 0
+    assert result("run")["status"] == "finished"
+
+
+def test_options_that_are_refused_overwrite_nothing(capsys):
+    assert bame("train", *TINY, "run.dir=run") == 0
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    Path("junk.pt").write_bytes(b"junk")
+    assert bame("train", *TINY, "run.dir=run", "run.overwrite=true", "model.checkpoint=junk.pt") == 2
+    assert "junk.pt" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("files", [[".reserve"], ["digest.tmp"], [".lock", ".reserve", "config.yaml.tmp"]])
+def test_a_folder_cut_before_its_first_file_is_nobodys(files):
+    Path("run").mkdir()
+    for name in files:
+        (Path("run") / name).touch()
+    assert not folder.demand_ours(Path("run"), "digest")
+
+
+def test_a_folder_cut_while_it_is_cleared_is_still_ours(monkeypatch):
+    """At every instant the same command, with overwrite, may be given again."""
+    run, cuts = Path("run"), 0
+    remove = Path.unlink, shutil.rmtree
+    for instant in range(100):
+        for name in folder.FOLDERS:
+            (run / name).mkdir(parents=True, exist_ok=True)
+        for name in (*folder.FILES, ".reserve", "result.json.tmp"):
+            (run / name).touch()
+        left = iter(range(instant))
+
+        def cut(call, left=left):
+            def instead(*args, **options):
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                return call(*args, **options)
+
+            return instead
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(Path, "unlink", cut(remove[0]))
+            patch.setattr(shutil, "rmtree", cut(remove[1]))
+            folder.clear(run)
+            break
+        cuts += 1
+        assert folder.demand_ours(run, "another", replace=True), instant
+    assert cuts == len(folder.FOLDERS) + 2 * len(folder.FILES) + 1
+    assert not list(run.iterdir())
 
 
 def test_checkpoints_by_steps_and_by_minutes(monkeypatch):

@@ -75,9 +75,10 @@ def loop(config: Config, rounds: int, device: torch.device) -> Iterator[Row]:
     for _ in range(rounds + 1):
         with tempfile.TemporaryDirectory() as folder, RunLog(Path(folder), quiet=True) as log:
             start = now(device)
-            ours = build(blueprint(config, data.facts), data, Path(folder), (ALONE, device), log)
+            ours = build(blueprint(config, data.facts), data, Path(folder), (ALONE, device))
             seconds["built"].append(now(device) - start)
-            bare = build(blueprint(config, data.facts), data, Path(folder), (ALONE, device), log)
+            bare = build(blueprint(config, data.facts), data, Path(folder), (ALONE, device))
+            ours.log = log
             ours.checkpoints.folder.mkdir()
             seconds["ours"].append(timed(partial(train, ours), device))
             seconds["bare"].append(timed(partial(_bare, config, bare), device))

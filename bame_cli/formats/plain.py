@@ -23,7 +23,7 @@ def write_weights(
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
     metadata |= {"format": "pt", "patterns": json.dumps({name: str(pattern) for name, pattern in patterns.items()})}
     tensors = {name: _plain(value) for name, value in weights.items()}
-    aside = path.with_suffix(".tmp")
+    aside = path.with_name(f"{path.name}.tmp")
     aside.touch()
     mode = aside.stat().st_mode  # what the user's files have; safetensors makes them private
     save_file(tensors, aside, metadata)

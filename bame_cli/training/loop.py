@@ -62,7 +62,10 @@ class Settings:
 
 @dataclass
 class Run:
-    """Everything that one training run is made of. forward: the model as it is trained, compiled or over ranks."""
+    """Everything that one training run is made of. forward: the model as it is trained, compiled or over ranks.
+
+    notes: what there is to say of the weights that it begins with.
+    """
 
     model: nn.Module
     forward: nn.Module
@@ -79,6 +82,7 @@ class Run:
     target: Mapping[str, Pattern]
     settings: Settings
     ranks: Ranks = ALONE
+    notes: list[str] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
     lap: float = field(default_factory=time.monotonic)
 
