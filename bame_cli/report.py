@@ -240,5 +240,6 @@ def inherited_bill(config: Config) -> int:
     path = source(config)
     if path is None:
         return 0
-    parent = folders.result_of(path if path.is_dir() else path.parent)
+    home = path if path.is_dir() else path.parent
+    parent = folders.result_of(home.parent if home.name == "checkpoints" else home)
     return parent["flops"]["train"] + parent["flops"]["inherited"] if parent and "flops" in parent else 0

@@ -247,7 +247,8 @@ def _save_final(plan: Blueprint, run: Run, where: Path) -> dict[str, Any]:
         "ema": config.recipe.ema or 0,
         "bame_cli": __version__,
     }
-    write_weights(path, run.network().state_dict(), patterns=plan.patterns, about=about)
+    with config.method.hardened():  # off its pattern when the step that would have brought it there was skipped
+        write_weights(path, run.network().state_dict(), patterns=plan.patterns, about=about)
     weights, metadata = read_weights(path)
     verdicts = verify_weights(weights, patterns_in(metadata))
     named = [weights[row.name] for row in plan.rows]

@@ -321,6 +321,21 @@ def test_a_step_that_a_scaler_skips_breaks_nothing(case, steps):
         assert case == "dense" or target.check(training.model.get_parameter(name).detach()) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("decay_mask", {"stop": 1.0}), ("decay_mask", {"kind": "structure", "stop": 1.0}), ("srste", {"ramp": 1.0})],
+    ids=str,
+)
+def test_a_last_step_that_is_skipped_still_leaves_the_target(name, options):
+    """Only that step would have brought the network there; what is kept of a run is read while it is hardened."""
+    training = start(make(name, **options))
+    training.run(range(STEPS - 1))
+    weight = training.model.get_parameter("0.weight").detach()
+    assert Pattern(2, 4).check(weight) is not None
+    with training.method.hardened():
+        assert Pattern(2, 4).check(weight) is None
+
+
 @pytest.mark.parametrize("steps", [{0}, {0, 1}, {4}], ids=str)
 def test_a_skipped_first_or_last_step_of_warmup_moves_it_by_no_more(steps):
     """Steps 0 to 3 are warm-up, step 4 opens the first window: SR-STE, then a share of the blocks."""

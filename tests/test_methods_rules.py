@@ -340,6 +340,16 @@ def test_flips_count_the_steps_on_which_a_mask_changed():
     assert layer.method.metrics()["mask_changes"] == 4
 
 
+def test_a_step_on_which_n_falls_too_is_one_flip():
+    training = start(make("bame", ramp=0.5, designate=0.9, interval=1, warmup=0.0), pattern="1:8")
+    blocks, changed = Pattern(1, 8).blocks, 0
+    for step in range(STEPS):
+        before = training.masks()["0.weight"]
+        training.step(step)
+        changed += blocks(before ^ training.masks()["0.weight"]).any(2).flatten().int()
+    assert training.method.flips["0.weight"].tolist() == changed.tolist()
+
+
 def test_a_frozen_block_is_never_designated_again():
     """Block 0 always is the cheapest, and flips at every step; with freeze_after=2 it has two windows, no more."""
     rows = [[1.0, 0.9, 0, 0], [5.0, 0, 0, 0]]

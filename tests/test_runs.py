@@ -130,6 +130,8 @@ def test_asp_inherits_the_bill_of_its_parent():
     assert bame("train", *words_for("asp"), "model.checkpoint=child", "run.dir=grandchild") == 0
     grandchild = json.loads(Path("grandchild", "result.json").read_text())
     assert grandchild["flops"]["inherited"] == parent["flops"]["train"] + child["flops"]["train"]
+    assert bame("train", *words_for("asp"), "model.checkpoint=parent/checkpoints/best.pt", "run.dir=best") == 0
+    assert json.loads(Path("best", "result.json").read_text())["flops"]["inherited"] == parent["flops"]["train"]
 
 
 def test_a_parent_is_the_same_run_by_another_method(capsys):
@@ -298,6 +300,11 @@ def test_flops_recharges_a_finished_run(capsys):
     made = {row["convention"]: row for row in json.loads(capsys.readouterr().out)}
     assert made["as billed"]["train"] == billed["train"]
     assert made["grad_input dense"]["train_ratio"] == billed["train_ratio_dense_grad_input"]
+    assert len(made) == 3
+    assert bame("train", *TINY, "run.dir=skips", "flops.skip_first=true") == 0
+    capsys.readouterr()
+    assert bame("flops", "run=skips", "format=json") == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2, "its sums do not tell the first layer's density"
 
 
 def test_flops_per_layer_adds_up(capsys):

@@ -158,7 +158,7 @@ class BAME(RampMethod):
         for name in self.parameters:
             old, stage = self.stage_at(name, before), self.stage_at(name, self.now)
             if name in self.windows:
-                self._settle(name, old.n)
+                self._settle(name, stage.n)
             if stage != old and name not in self.free:
                 self._close(name)
                 self.designated = []  # designate anew, and clear what the optimizer knows of dropped ones

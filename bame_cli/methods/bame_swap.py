@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from bame_cli.errors import ConfigError
 from bame_cli.methods.base import Layers, Shapes, SparseMethod
 from bame_cli.methods.master import MasterMethod
-from bame_cli.methods.optimizers import clear_state, demand_zeros_kept
+from bame_cli.methods.optimizers import clear_state, demand_step_size, demand_zeros_kept
 from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_order, demand_share
 from bame_cli.methods.windows import Gathered, barred, best, frozen_share
 from bame_cli.sparsity.flops import ONE, Densities, Density
@@ -132,6 +132,8 @@ class BAMESwap(MasterMethod):
 
     def admit(self, optimizer: Optimizer) -> None:
         demand_zeros_kept(optimizer)
+        if self.criterion != "magnitude_gradient":
+            demand_step_size(optimizer)
 
     def attach(self, layers: Layers, optimizer: Optimizer, total_steps: int) -> None:
         self.gathered = dict[str, Gathered]()
@@ -214,12 +216,11 @@ class BAMESwap(MasterMethod):
         return *out, *best(gain - barred(kept, gain.dtype), pairs)
 
     def step_scale(self, name: str) -> float:
-        """s: what the optimizer multiplies a gradient by, besides the learning rate; 1 for SGD."""
-        p = self.parameters[name]
-        state = self.optimizer.state.get(p, {})
+        """s: what the optimizer multiplies a gradient by, besides the learning rate; 1 for SGD (see `admit`)."""
+        state = self.optimizer.state.get(self.parameters[name], {})
         moment = state.get("exp_avg_sq")
         group = self.optimizer.param_groups[self.group_of[name]]
-        if not isinstance(moment, Tensor) or moment.shape != p.shape or "betas" not in group:
+        if not isinstance(moment, Tensor):
             return 1.0
         decay, eps, done = group["betas"][1], group["eps"], int(state["step"]) if "step" in state else group["step"]
         rms = (moment[self.masks[name]].mean() / (1 - decay**done)).sqrt() if done else moment.new_zeros(())

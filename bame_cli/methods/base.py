@@ -80,7 +80,7 @@ class Method:
         return ALL_DENSE
 
     def turns(self) -> Iterable[int]:
-        """The steps at which `densities` may change, in any order: from one of them to the next it does not."""
+        """The steps at which `densities`, as planned, may change, in any order: in between it does not."""
         return ()
 
     def pattern_at(self, step: int) -> Mapping[str, Pattern] | None:

@@ -136,7 +136,7 @@ class DecayMask(MasterMethod):
     def after_backward(self, step: int) -> None:
         for p, mask in ((p, self.masks[name]) for name, p in self.parameters.items()):
             if self.gradient == "soft" and p.grad is not None:
-                soften(p.grad, mask, self.delta(step), out=p.grad)
+                soften(p.grad, mask, self.delta(self.now), out=p.grad)  # of the network shown, if a step was skipped
         super().after_backward(step)
 
     @torch.no_grad()

@@ -40,18 +40,46 @@ def keeps_zeros(optimizer: Optimizer) -> bool:
 def _keeps_zeros(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     values = torch.linspace(-1, 1, 24).view(4, 6)
     kept = torch.arange(24).view(4, 6) % 5 < 2  # no symmetric or low-rank arrangement that an optimizer could keep
+    probe, _ = _tried(optimizer, group, values * kept, values.flip(0) * kept, steps=2)
+    return bool((probe[~kept] == 0).all())
+
+
+def _tried(
+    optimizer: Optimizer, group: dict[str, Any], weight: Tensor, grad: Tensor, steps: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """What a weight is after some steps of a twin of the optimizer, and what is remembered of it."""
     matrix = next(p for p in group["params"] if p.dim() > 1)
     device = "cpu" if matrix.is_meta else matrix.device
-    values, kept = values.to(device), kept.to(device)
-    probe = nn.Parameter(values * kept)
+    probe = nn.Parameter(weight.to(device))
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__["state"] = type(optimizer.state)(optimizer.state.default_factory)
     twin.param_groups = [{**group, "params": [probe], "lr": 0.1}]
-    for _ in range(2):
-        probe.grad = values.flip(0) * kept
+    for _ in range(steps):
+        probe.grad = grad.to(device, copy=True)
         type(optimizer).step(twin)  # not twin.step: a scheduler puts a wrapper there that steps the real one
-    return bool((probe.detach()[~kept] == 0).all())
+    return probe.detach().cpu(), twin.state[probe]
+
+
+def demand_step_size(optimizer: Optimizer) -> None:
+    """Raise ConfigError unless it is known by how much the optimizer scales a gradient: SGD, Adam and its kin.
+
+    Tried, not assumed: either nothing but a momentum is remembered, or `exp_avg_sq` is, after one step, a mean of
+    squared gradients that `1 - betas[1] ** step` corrects.
+    """
+    grad = torch.linspace(-1, 1, 24).view(4, 6)
+    for group in (g for g in optimizer.param_groups if any(p.dim() > 1 for p in g["params"])):
+        _, state = _tried(optimizer, group, torch.zeros_like(grad), grad, steps=1)  # nothing that could decay
+        moment, betas = state.get("exp_avg_sq"), group.get("betas", ())
+        if isinstance(moment, Tensor) and moment.shape == grad.shape and len(betas) == 2:
+            known = torch.allclose(moment.cpu() / (1 - betas[1]), grad**2, rtol=1e-3)
+        else:
+            known = not betas and not set(state) - {"momentum_buffer", "step"}
+        if not known:
+            raise ConfigError(
+                f"method.criterion weighs what a step gains, and the size of {type(optimizer).__name__}'s steps is not "
+                "known: use SGD or AdamW, or method.criterion=magnitude_gradient with a method.budget"
+            )
 
 
 def demand_zeros_kept(optimizer: Optimizer) -> None:
