@@ -30,13 +30,13 @@ table-%: setup ## a paper's table: make table-cifar10 scale=smoke runs, finishes
 STUDIES ?= study_bame study_swap study
 jobs ?= $(shell nproc)
 study: setup ## docs/study.md's runs and results/: make study jobs=2 STUDIES=study
-	for name in $(STUDIES); do \
+	code=0; for name in $(STUDIES); do \
 		mkdir -p results/$$name; lines=results/$$name/runs.jsonl; kept=kept=$$(ls $$lines 2>/dev/null); \
-		OMP_NUM_THREADS=1 $(BIN)/bame train +table=$$name $$kept hydra/launcher=joblib hydra.launcher.n_jobs=$(jobs); \
+		OMP_NUM_THREADS=1 $(BIN)/bame train +table=$$name $$kept hydra/launcher=joblib hydra.launcher.n_jobs=$(jobs) || code=1; \
 		$(BIN)/bame table $$name $$kept format=md against=SR-STE out=results/$$name/table.md && \
 		$(BIN)/bame plot $$name $$kept out=results/$$name && \
 		$(BIN)/bame table $$name $$kept format=jsonl out=$$lines || exit 1; \
-	done
+	done; exit $$code
 
 # As many workers as cores, a file to a worker: tests compute on one thread each.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile

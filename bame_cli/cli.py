@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(words)
+        sys.stdout.flush()  # here, where a pipe that nobody reads any more is caught
     except ConfigError as error:
         if not follows():  # rank 0 says it once for all
             print(f"bame: {error}", file=sys.stderr)
@@ -29,9 +31,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        code = 128 + signal.SIGPIPE
     except OSError as error:  # a place that cannot be written is the command's fault, a full disk is not
-        print(f"bame: {error}", file=sys.stderr)
+        if not follows():
+            print(f"bame: {error}", file=sys.stderr)
         code = 1 if error.errno == errno.ENOSPC else 2
     sys.exit(code)
 
@@ -85,8 +88,8 @@ def _flops(words: list[str]) -> int:
     from bame_cli import compose, costs
 
     if own["run"]:
-        if words:
-            raise ConfigError(f"run={own['run']} is charged as it was run: {words[0]} has no place beside it")
+        if beside := [*words, *(key for key in ("per_layer", "plot") if own[key] not in ("", "false"))]:
+            raise ConfigError(f"run={own['run']} is charged as it was run: {beside[0]} has no place beside it")
         print(costs.show(costs.recharge(Path(own["run"])), own["format"]))
         return 0
     one = any(word.startswith(("method=", "method.")) for word in words)
@@ -94,6 +97,8 @@ def _flops(words: list[str]) -> int:
     if yes("per_layer", own["per_layer"]):
         if len(configs) > 1:
             raise ConfigError("per_layer=true shows one method at one pattern: name them, method=bame sparsity=2:4")
+        if own["plot"]:
+            raise ConfigError(f"plot={own['plot']} draws methods side by side: it has no place beside per_layer=true")
         print(costs.show(costs.per_layer(configs[0]), own["format"]))
         return 0
     others = [word for word in words if not word.startswith(("method=", "method.", "sparsity="))]
@@ -136,12 +141,12 @@ def _bench(words: list[str]) -> int:
 def _plot(words: list[str]) -> int:
     if words[:1] == ["weights"]:
         return _network("plot weights")(words[1:])
-    own, rest = split(words, {"run": "", "out": "", "scale": "paper", "root": "outputs", "kept": ""})
+    if words[:1] == ["masks"]:
+        return _plot_masks(words[1:])
+    own, rest = split(words, {"out": "", "scale": "paper", "root": "outputs", "kept": ""})
     name = one_name(
         rest, "bame plot <table> [scale=] [kept=file] [out=folder], or bame plot masks|weights run=<run folder>"
     )
-    if name == "masks":
-        return _plot_masks(Path(own["run"]) if own["run"] else None, own["out"])
     from bame_cli import pictures, studies
 
     study = studies.read(name, own["scale"], Path(own["root"]), kept=own["kept"])
@@ -152,13 +157,15 @@ def _plot(words: list[str]) -> int:
     return 0
 
 
-def _plot_masks(run: Path | None, out: str) -> int:
-    if run is None:
+def _plot_masks(words: list[str]) -> int:
+    own, rest = split(words, {"run": "", "out": ""})
+    if rest or not own["run"]:
         raise ConfigError("bame plot masks run=<run folder> [out=file.png]")
     from bame_cli import evolution, plots
 
-    seen, path = evolution.read(run), Path(out) if out else run / "plots" / "masks.png"
-    if not out:
+    run = Path(own["run"])
+    seen, path = evolution.read(run), Path(own["out"] or run / "plots" / "masks.png")
+    if not own["out"]:
         path.parent.mkdir(exist_ok=True)
     plots.masks(seen, path)
     print(path)
@@ -180,14 +187,14 @@ def _table(words: list[str]) -> int:
     mine = {"scale": "paper", "format": "text", "against": "", "strict": "false", "root": "outputs", "out": ""}
     own, rest = split(words, mine | {"kept": ""})
     name = one_name(rest, "bame table <name> [scale=paper|small|smoke] [format=md] [strict=true] [out=file]")
-    from bame_cli import rendering, studies, tables
+    from bame_cli import folder, rendering, studies, tables
 
     demand_one_of(rendering.FORMATS, format=own["format"])
     strict = yes("strict", own["strict"])
     study = studies.read(name, own["scale"], Path(own["root"]), kept=own["kept"])
     shown, missing = rendering.show(study, own["format"], rival=own["against"]), tables.unfinished(study)
     if own["out"]:
-        Path(own["out"]).write_text(shown + "\n")
+        folder.write(Path(own["out"]), shown + "\n")
     print(own["out"] or shown)
     if missing and strict:
         print(f"bame: {len(missing)} of {len(study.jobs)} runs are not finished", file=sys.stderr)
@@ -195,14 +202,14 @@ def _table(words: list[str]) -> int:
 
 
 def _report(words: list[str]) -> int:
-    own, rest = split(words, {"scale": "paper", "root": "outputs", "out": ""})
-    name = one_name(rest, "bame report <table> [scale=] [root=outputs] [out=file.html]")
-    from bame_cli import page, studies
+    own, rest = split(words, {"scale": "paper", "root": "outputs", "out": "", "kept": ""})
+    name = one_name(rest, "bame report <table> [scale=] [kept=file] [root=outputs] [out=file.html]")
+    from bame_cli import folder, page, studies
 
-    study = studies.read(name, own["scale"], Path(own["root"]))
+    study = studies.read(name, own["scale"], Path(own["root"]), kept=own["kept"])
     beside = studies.manifest_path(Path(own["root"]), study.table.name, own["scale"])
     out = Path(own["out"] or beside.with_suffix(".html"))
-    out.write_text(page.page(study, beside.with_suffix("")))
+    folder.write(out, page.page(study, beside.with_suffix("")))
     print(out)
     return 0
 
@@ -213,8 +220,8 @@ def _runs(words: list[str]) -> int:
     own, rest = split(words, {"root": "outputs", "format": "text", **dict.fromkeys(runs.FILTERS, "")})
     demand_one_of(("text", "json"), format=own["format"])
     if rest[:1] == ["diff"]:
-        if len(rest) != 3:
-            raise ConfigError("bame runs diff takes two run folders")
+        if len(rest) != 3 or any(word.partition("=")[0] in (*runs.FILTERS, "root") for word in words):
+            raise ConfigError("bame runs diff takes two run folders and format=text|json")
         print(runs.show_differences(Path(rest[1]), Path(rest[2]), own["format"]))
         return 0
     if rest:

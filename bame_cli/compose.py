@@ -22,9 +22,10 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
+from yaml import YAMLError
 
 from bame_cli import config, registration
-from bame_cli.errors import ConfigError, follows, near_misses
+from bame_cli.errors import ConfigError, first_line, follows, near_misses
 
 
 def run_jobs(words: list[str], job: Callable[[Any], float]) -> None:
@@ -35,7 +36,7 @@ def run_jobs(words: list[str], job: Callable[[Any], float]) -> None:
     sys.argv = ["bame train", *own, *others]
     try:
         hydra.main(config_path="pkg://bame_cli.conf", config_name="train", version_base="1.3")(job)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise explain(error, words) from error
 
 
@@ -63,7 +64,7 @@ def run_listed(
             context = HydraContext(config_loader=loader, callbacks=Callbacks(master))
             launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=job, config=master)
             launcher.launch([jobs[index] for index in chosen], initial_job_idx=0)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise explain(error, [word for words in jobs for word in words]) from error
     finally:
         GlobalHydra.instance().clear()
@@ -132,7 +133,7 @@ def composed(words: list[str], *, plain: bool = False) -> Any:
         with initialize_config_module("bame_cli.conf", version_base="1.3"):
             node = compose("train", overrides=words)
             return config.to_yaml(node) if plain else config.from_hydra(node)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise explain(error, words) from error
 
 
@@ -153,10 +154,10 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
     if match := re.match(r"Could not (?:override|append to config) '?([\w./@]+)", text):
         return _unknown_key(match[1], words)
     if match := re.match(r"Error merging override (.*)", text):
-        return ConfigError(f"{match[1]}: {_first_line(error.__cause__ or error)}")
+        return ConfigError(f"{match[1]}: {first_line(error.__cause__ or error)}")
     if match := re.search(r"full_key: (\S+)", text):
-        return ConfigError(f"{match[1]}: {_first_line(error)}")
-    return ConfigError(_first_line(error))
+        return ConfigError(f"{match[1]}: {first_line(error)}")
+    return ConfigError(first_line(error))
 
 
 def _unknown_key(key: str, words: Sequence[str]) -> ConfigError:
@@ -165,7 +166,3 @@ def _unknown_key(key: str, words: Sequence[str]) -> ConfigError:
     chosen = next((word.partition("=")[2] for word in reversed(words) if word.startswith("method=")), "bame")
     known = list(config.known_keys(chosen))
     return ConfigError(f"no such option: {key}{near_misses(key, known)} (bame train --help lists them)")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]

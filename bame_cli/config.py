@@ -6,12 +6,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from bame_cli.errors import ConfigError
 from bame_cli.methods import METHODS, name_of
@@ -194,15 +192,6 @@ def from_hydra(node: Any) -> Config:
 def to_yaml(node: Any) -> str:
     """The composed node as text that loads again."""
     return OmegaConf.to_yaml(node, resolve=True)
-
-
-def saved_options(path: Path) -> dict[str, Any]:
-    """The options of a run's `config.yaml`, as plain values by group. Raises ConfigError when it cannot be read."""
-    try:
-        options = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-    return cast(dict[str, Any], options)
 
 
 _LEAST = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from bame_cli import folder as folders
 from bame_cli.blueprint import Blueprint, blueprint, known_facts
-from bame_cli.config import Config, saved_options
+from bame_cli.config import Config
 from bame_cli.errors import ConfigError
 from bame_cli.methods import name_of
 from bame_cli.sparsity.flops import Bill, ForwardCost, spans
@@ -99,8 +99,7 @@ def recharge(path: Path) -> list[Row]:
         # Attention's two backward products are all of what a dense grad_input has beyond a dense forward.
         "grad_input at forward's density": flops["forward"] + flops["dense_grad_input"] - dense_forward,
     }
-    options = path / "config.yaml"
-    if options.is_file() and saved_options(options)["flops"]["skip_first"]:
+    if folders.options_of(path)["flops"]["skip_first"]:
         del conventions["grad_input at forward's density"]  # what the first layer would have cost is not in the sums
     rows = []
     for convention, grad_input in conventions.items():

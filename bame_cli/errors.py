@@ -7,8 +7,15 @@ import os
 from collections.abc import Iterable
 
 
-class ConfigError(ValueError):
+class ConfigError(Exception):
     """One clear line that says what is wrong and what would be right. The command line exits with 2."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; of YAML that does not parse, what and where."""
+    if mark := getattr(error, "problem_mark", None):
+        return f"line {mark.line + 1}: {getattr(error, 'problem', 'no YAML')}"
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def near_misses(word: str, known: Iterable[str], *, most: int = 3) -> str:

@@ -29,19 +29,20 @@ _TARGETS = {
 }
 _EXACT = ("safetensors", "compressed")
 _SPARSE = ("semi_structured", "compressed")
+_LICENCE = "apache-2.0"
 # How far scores may be from torch's, as a share of the largest score: what sums in another order, and float16, explain.
 BOUNDS = {"float32": 1e-4, "float16": 2e-2}
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is asked for. words: options of the evaluation, such as dataset.root."""
+    """What is asked for. opset, licence: 0 and empty for the usual. words: of the evaluation, such as dataset.root."""
 
     format: str
     out: Path | None = None
     float16: bool = False
-    opset: int = 18
-    licence: str = "apache-2.0"
+    opset: int = 0
+    licence: str = ""
     overwrite: bool = False
     verify: bool = True
     words: tuple[str, ...] = ()
@@ -72,7 +73,11 @@ def _demand(order: Order) -> None:
         raise ConfigError(f"format={order.format or '...'}: one of {', '.join(formats.NAMES)}")
     if order.float16 and order.format != "onnx":
         raise ConfigError(f"float16=true belongs to format=onnx, not to {order.format}")
-    if order.opset not in onnx_file.OPSETS:
+    if order.opset and order.format != "onnx":
+        raise ConfigError(f"opset={order.opset} belongs to format=onnx, not to {order.format}")
+    if order.licence and order.format != "safetensors":
+        raise ConfigError(f"license={order.licence} belongs to format=safetensors and its card, not to {order.format}")
+    if order.opset and order.opset not in onnx_file.OPSETS:
         raise ConfigError(f"opset={order.opset}: from {onnx_file.OPSETS[0]} to {onnx_file.OPSETS[-1]}")
     if order.format == "onnx":
         onnx_file.demand_packages()
@@ -109,7 +114,7 @@ def _images(source: inference.Source, saved: formats.Saved) -> datasets.Data:
 
 def _write(saved: formats.Saved, source: inference.Source, target: Path, order: Order) -> None:
     if order.format == "safetensors":
-        _write_hub(saved, target, order.licence)
+        _write_hub(saved, target, order.licence or _LICENCE)
     elif order.format == "onnx":
         _write_onnx(saved, source, target, order)
     else:
@@ -133,7 +138,7 @@ def _write_onnx(saved: formats.Saved, source: inference.Source, target: Path, or
         semi_structured.HalfInside(model) if order.float16 else model,
         target,
         image_shape=_shape(saved),
-        opset=order.opset,
+        opset=order.opset or onnx_file.OPSETS[0],
         weights=saved.weights,
         patterns=saved.patterns,
         about=saved.about | {"precision": precision},
@@ -169,7 +174,8 @@ def _described(saved: formats.Saved, made: formats.Saved, target: Path, order: O
     size, before = made.file.stat().st_size, saved.file.stat().st_size
     verdicts = verify_weights(made.weights, made.patterns)
     broken = [verdict.name for verdict in verdicts if verdict.violation]
-    how = {"onnx": f", opset {order.opset}, {'float16' if order.float16 else 'float32'} inside"}.get(order.format, "")
+    opset, inside = order.opset or onnx_file.OPSETS[0], "float16" if order.float16 else "float32"
+    how = f", opset {opset}, {inside} inside" if order.format == "onnx" else ""
     found = ", ".join(sorted({str(verdict.pattern) for verdict in verdicts}))
     blocks = sum(verdict.blocks for verdict in verdicts)
     lines = {
@@ -191,7 +197,7 @@ def _described(saved: formats.Saved, made: formats.Saved, target: Path, order: O
 def _remarks(saved: formats.Saved, order: Order) -> Iterator[str]:
     """What a user of this format should know of this network."""
     if order.format == "safetensors":
-        yield f"licence   {order.licence} (license= says another), in README.md beside config.json"
+        yield f"licence   {order.licence or _LICENCE} (license= says another), in README.md beside config.json"
     if order.format == "semi_structured":
         reasons = semi_structured.refusals(saved.weights, saved.patterns)
         yield f"packed    {sum(not reason for reason in reasons.values())} of {len(reasons)} sparse weights, in float16"

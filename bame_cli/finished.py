@@ -8,7 +8,6 @@ from typing import Any
 
 from bame_cli import folder as folders
 from bame_cli import formats
-from bame_cli.config import saved_options
 from bame_cli.errors import ConfigError
 
 # What `result.json` knows and a file keeps.
@@ -33,7 +32,7 @@ def demand_finished(folder: Path) -> dict[str, Any]:
 
 def read_run(folder: Path) -> formats.Saved:
     """The final network of a finished run; `about` also says how its images are read and what it scored."""
-    result, saved, options = demand_finished(folder), formats.read(folder), saved_options(folder / "config.yaml")
+    result, saved, options = demand_finished(folder), formats.read(folder), folders.options_of(folder)
     saved.about.update({key: _text(result[key]) for key in _FIGURES if key in result})
     saved.about["dataset_options"] = json.dumps(options["dataset"])
     saved.about["eval_batch_size"] = json.dumps(options["recipe"]["eval_batch_size"])

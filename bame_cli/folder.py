@@ -9,9 +9,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from bame_cli.errors import ConfigError
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from bame_cli.errors import ConfigError, first_line
 
 FILES = ("config.yaml", "layers.json", "metrics.jsonl", "train.log", "model.safetensors", "result.json", "digest")
 FOLDERS = ("checkpoints", "export", "masks", "plots", "tensorboard", "wandb")
@@ -30,7 +34,23 @@ def result_of(folder: Path) -> dict[str, Any] | None:
         result: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"{path} is damaged ({error}); run.overwrite=true starts the run again") from error
+    if not isinstance(result, dict) or "status" not in result or (result["status"] == "finished") > ("top1" in result):
+        raise ConfigError(f"{path} is damaged: it is no result; run.overwrite=true starts the run again")
     return result
+
+
+def options_of(folder: Path) -> dict[str, Any]:
+    """The options of a run, as plain values by group. Raises ConfigError when they cannot be read."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no run: there is no config.yaml in it")
+    try:
+        options = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"{path} is damaged: {first_line(error)}") from error
+    if not isinstance(options, dict) or not isinstance(options.get("model"), dict):
+        raise ConfigError(f"{path} is damaged: it holds no options")
+    return cast(dict[str, Any], options)
 
 
 def demand_ours(folder: Path, digest: str, *, replace: bool = False) -> bool:
@@ -93,5 +113,8 @@ def release(folder: Path) -> None:
 def write(path: Path, text: str) -> None:
     """Write a text file so that it is never seen half-written."""
     aside = path.with_name(f"{path.name}.tmp")
-    aside.write_text(text)
+    with aside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(aside, path)

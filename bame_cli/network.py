@@ -48,7 +48,7 @@ def _verify(words: list[str]) -> int:
     return 0 if all(row["ok"] for row in rows) else 1
 
 
-_EXPORT = {"format": "", "out": "", "float16": "false", "opset": "18", "license": "apache-2.0", "overwrite": "false"}
+_EXPORT = {"format": "", "out": "", "float16": "false", "opset": "", "license": "", "overwrite": "false"}
 
 
 def _export(words: list[str]) -> int:
@@ -60,7 +60,7 @@ def _export(words: list[str]) -> int:
         format=own["format"],
         out=Path(own["out"]) if own["out"] else None,
         float16=yes("float16", own["float16"]),
-        opset=positive("opset", own["opset"]),
+        opset=positive("opset", own["opset"]) if own["opset"] else 0,
         licence=own["license"],
         overwrite=yes("overwrite", own["overwrite"]),
         verify=yes("verify", own["verify"]),

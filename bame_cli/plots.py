@@ -163,8 +163,9 @@ def new_figure(**options: Any) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
+    """Write a figure as its file's name says: .png, .svg or .pdf. Raises ConfigError for another, or when it cannot."""
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"plot={path}: a file that ends in .png, .svg or .pdf")
+        raise ConfigError(f"{path}: a picture is a file that ends in .png, .svg or .pdf")
     from matplotlib import rc_context
 
     about = {"Date": None} if path.suffix == ".svg" else None  # the same picture twice is the same bytes
@@ -172,4 +173,4 @@ def save(figure: Any, path: Path) -> None:
         with rc_context({"svg.hashsalt": "bame"}):
             figure.savefig(path, dpi=150, metadata=about)
     except OSError as error:
-        raise ConfigError(f"plot={path}: cannot be written ({error.strerror})") from error
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error

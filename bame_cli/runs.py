@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from bame_cli import folder as folders
 from bame_cli import studies
 from bame_cli.errors import ConfigError
 from bame_cli.texts import aligned
@@ -75,20 +73,18 @@ def _found(folder: Path) -> Found:
     if not mark.is_file():
         raise ConfigError(f"{folder} holds no run of ours")
     status, error, result = studies.state(folder, mark.read_text().strip())
+    try:
+        options = configuration(folder)
+    except ConfigError as broken:
+        status, error, options = "damaged", str(broken), {}
     files = [folder / name for name in ("result.json", "metrics.jsonl", "digest")]
     times = [path.stat().st_mtime for path in files if path.is_file()]
-    return Found(folder, status, error, configuration(folder), result, max(times))
+    return Found(folder, status, error, options, result, max(times))
 
 
 def configuration(folder: Path) -> dict[str, Any]:
     """A run's configuration with its keys in one piece: method.interval -> 100."""
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no run: there is no config.yaml in it")
-    try:
-        return dict(_flat("", OmegaConf.to_container(OmegaConf.load(path))))
-    except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
+    return dict(_flat("", folders.options_of(folder)))
 
 
 def _flat(prefix: str, node: Any) -> list[tuple[str, Any]]:

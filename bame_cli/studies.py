@@ -16,9 +16,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from bame_cli import folder as folders
-from bame_cli.errors import ConfigError, near_misses
+from bame_cli.errors import ConfigError, first_line, near_misses
 
 _KEYS = {"title", "common", "scales", "rows", "published"}
 
@@ -108,8 +109,6 @@ def read_table(name: str, scale: str) -> Table:
         rows = {row: [*before, *shlex.split(words)] for row, words in said["rows"].items()}
         published = [Published(pattern=entry.pop("pattern", None), **entry) for entry in said.get("published") or []]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"table {name}: {type(error).__name__} {error} (compare conf/table/cifar10.yaml)") from error
     methods = {method: shlex.split(words) for method, words in scaled["methods"].items()}
     label = Path(name).stem if name.endswith(".yaml") else name
@@ -130,8 +129,8 @@ def _load(group: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{group}={name}: no such {group}{near_misses(name, names)} ({', '.join(names)})")
     try:
         made = OmegaConf.to_container(OmegaConf.create(path.read_text()))
-    except (OSError, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(f"{group} {name}: {str(error).splitlines()[0]}") from error
+    except (OSError, YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"{group} {name}: {first_line(error)}") from error
     if not isinstance(made, dict):
         raise ConfigError(f"{group} {name}: no table (compare conf/table/cifar10.yaml)")
     return {str(key): value for key, value in made.items()}
@@ -159,8 +158,6 @@ def read(name: str, scale: str, root: Path, *, kept: str = "") -> Study:
         known = read_kept(kept)
         jobs = [_job(entry, root, known) for entry in listed["jobs"]]
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{path} is damaged ({error}); bame train +table={name} scale={scale} mends it") from error
     return Study(table, listed["command"], jobs)
 

@@ -61,7 +61,7 @@ VERIFY = """bame verify <run folder or file> [pattern=N:M] [convention=kept|zero
 Checks every block of every sparse weight of a run, of a safetensors or ONNX file, ours or not. A line per weight: its
 pattern, its density, and the first block that has more than N non-zeros. Exit code 1 when there is one.
 A file of ours says itself which weights are sparse; `pattern` checks another file, or against another pattern: every
-weight of two or more dimensions whose inputs are a multiple of M, and that has zeros at all. `convention=zeros` reads
+weight of two or four dimensions whose inputs are a multiple of M, and that has zeros at all. `convention=zeros` reads
 that pattern as some papers and tools write it, N zeros of M: 3:4 is then our 1:4.
 """
 
@@ -122,7 +122,7 @@ scale=paper alone. Runs of different recipes never share a line. Runs that faile
 strict=true leaves with exit code 1 when there are any.
 """
 
-REPORT = """bame report <table> [scale=paper|small|smoke] [root=outputs] [out=file.html]
+REPORT = """bame report <table> [scale=paper|small|smoke] [root=outputs] [kept=file] [out=file.html]
 
 One page that opens without a network: the table (a click on a head sorts it), what is not finished, the pictures, every
 run's configuration, result and curve, and the environments they were computed in. Beside the table's manifest, unless
@@ -169,7 +169,8 @@ Ratios to dense training, interleaved in one process, medians with their spread.
   loop         an epoch of `bame train` on the data set against a bare loop; reading images and building the run, too
   memory       peak memory of each method (of a process of its own on a CPU)
 
-Takes every option of `bame train`: model, sparsity, amp, channels_last, device, options of the named methods.
+Takes the options of `bame train`: model, sparsity, amp, channels_last, device, options of the named methods. Steps are
+bare: compile, averages of weights and what is done to images and labels are left out.
 
   bame bench model=resnet50 sparsity=1:16
   bame bench model=resnet50 sparsity=2:4 size=128 batch=32 methods=static,bame parts=steps,memory

@@ -27,7 +27,7 @@ ROOMS = {
     "words": {"errors"},
     "formats": {"formats", "sparsity", "errors"},
     "verify": {"formats", "sparsity", "errors"},
-    "finished": {"folder", "formats", "config", "errors"},
+    "finished": {"folder", "formats", "errors"},
     "inference": {"finished", "formats", "compose", "blueprint", "config", "training", "errors"},
     "export": {"finished", "formats", "inference", "verify", "blueprint", "training", "errors"},
     "network": {"words", "finished", "inference", "verify", "export", "formats", "plots", "errors"},
@@ -55,7 +55,7 @@ ROOMS = {
     },
     "studies": {"folder", "errors"},
     "tables": {"studies", "errors"},
-    "runs": {"texts", "studies", "errors"},
+    "runs": {"texts", "studies", "folder", "errors"},
     "rendering": {"texts", "tables", "studies"},
     "page": {"pictures", "rendering", "tables", "studies"},
     "pictures": {"plots", "studies", "tables", "errors"},
@@ -84,7 +84,7 @@ DOORS = {
     "safetensors": {"formats.plain"},
     "matplotlib": {"plots"},
     "hydra": {"sweeps", "compose", "registration"},
-    "omegaconf": {"compose", "config", "registration", "studies", "runs"},
+    "omegaconf": {"compose", "config", "registration", "studies", "folder"},
 }
 
 

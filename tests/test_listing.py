@@ -90,3 +90,8 @@ def test_a_damaged_result_is_a_status(capsys):
 
 def test_neither_torch_nor_hydra_is_needed():
     assert not {"torch", "hydra", "timm", "matplotlib"} & imports_of("runs")
+
+
+def test_a_run_whose_options_are_damaged_hides_no_other(capsys):
+    (run(0) / "config.yaml").write_text("model: {name: [")
+    assert sorted(row["status"] for row in listed(capsys)) == ["damaged", "diverged", "unfinished"]

@@ -355,7 +355,11 @@ def test_a_published_file_names_no_folder_of_this_machine(run):
 
 
 @given(
-    st.integers(1, 4), st.integers(1, 3), st.sampled_from([(), (1, 1), (3, 2)]), st.integers(1, 17), st.integers(0, 99)
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([(), (1, 1), (3, 2)]),
+    st.one_of(st.integers(1, 17), st.sampled_from([255, 256, 257, 512])),
+    st.integers(0, 99),
 )
 @settings(deadline=None)
 def test_compression_gives_back_every_bit(outputs, blocks, kernel, m, seed):

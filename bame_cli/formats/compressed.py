@@ -78,12 +78,12 @@ def _rows(weight: Tensor, pattern: Pattern) -> Tensor:
 
 def _bits(kept: Tensor, pattern: Pattern) -> Tensor:
     """The positions of the kept entries, as rows of bits."""
-    positions = kept.nonzero()[:, 1].to(torch.uint8)
-    return (positions[:, None] >> torch.arange(_width(pattern), dtype=torch.uint8) & 1).bool()
+    positions = kept.nonzero()[:, 1:]
+    return (positions >> torch.arange(_width(pattern)) & 1).bool()
 
 
 def _mask(packed: Tensor, rows: torch.Size, pattern: Pattern) -> Tensor:
     """The mask whose positions are packed."""
-    bits = unpack(packed, torch.Size((rows[0], pattern.n, _width(pattern)))).to(torch.uint8)
-    positions = (bits << torch.arange(_width(pattern), dtype=torch.uint8)).sum(2)
+    bits = unpack(packed, torch.Size((rows[0], pattern.n, _width(pattern)))).long()
+    positions = (bits << torch.arange(_width(pattern))).sum(2)
     return torch.zeros(rows, dtype=torch.bool).scatter_(1, positions, True)

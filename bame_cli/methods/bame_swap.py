@@ -67,7 +67,8 @@ class BAMESwap(MasterMethod):
     def validate(self) -> None:
         demand_share(start=self.start, stop=self.stop, warmup=self.warmup)
         demand_at_least(1, interval=self.interval, gradient_steps=self.gradient_steps, swaps=self.swaps)
-        demand_at_least(0, confidence=self.confidence, decay=self.decay, horizon=self.horizon)
+        demand_at_least(0, confidence=self.confidence, decay=self.decay)
+        demand_at_least(1e-9, horizon=self.horizon)
         demand_one_of(("loss", "taylor", "magnitude_gradient"), criterion=self.criterion)
         demand_one_of(("zero", "step"), regrow=self.regrow)
         demand_one_of(("sparse", "dense"), warmup_grad_input=self.warmup_grad_input)
@@ -83,6 +84,8 @@ class BAMESwap(MasterMethod):
             raise ConfigError(f"method.gradient_steps={self.gradient_steps} exceeds method.interval={self.interval}")
         if self.criterion == "loss" and self.confidence > 0 and self.gradient_steps < 2:
             raise ConfigError("method.gradient_steps=1 gives no variance: use 2 or more, or method.confidence=0")
+        if self.first_order and self.criterion != "loss":
+            raise ConfigError(f"method.first_order has no meaning with method.criterion={self.criterion}")
         if self.criterion == "magnitude_gradient" and self.budget is None:
             raise ConfigError("method.criterion=magnitude_gradient accepts every swap: set method.budget, say .1")
 
@@ -120,7 +123,8 @@ class BAMESwap(MasterMethod):
     def warnings(self) -> list[str]:
         if any(self.adapts(step) for step in range(self.interval - 1, self.total_steps, self.interval)):
             return []
-        return [f"the mask never adapts: no interval of {self.interval} ends within these {self.total_steps} steps"]
+        first = max(self.first, self.warm + self.gradient_steps - 1)
+        return [f"the mask never adapts: no interval of {self.interval} ends within steps {first} to {self.last}"]
 
     def budget_at(self, step: int) -> float:
         """Share of a layer's blocks that may swap at step `step`."""

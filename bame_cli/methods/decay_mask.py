@@ -65,6 +65,8 @@ class DecayMask(MasterMethod):
         for key in ("beta",) if self.kind == "structure" else ("stages",):
             if getattr(self, key) is not None:
                 raise ConfigError(f"method.{key} has no meaning with method.kind={self.kind}")
+        if self.stages is not None and self.shape is not None:
+            raise ConfigError("method.shape has no meaning beside method.stages, which are the stages themselves")
 
     @property
     def form(self) -> str:

@@ -13,10 +13,10 @@ def at_share(share: float, total_steps: int) -> int:
 
 
 def demand_share(**shares: float) -> None:
-    """Raise ConfigError unless every value is a share of training, 0 to 1."""
+    """Raise ConfigError unless every value is a share, from 0 to 1."""
     for name, value in shares.items():
         if not (math.isfinite(value) and 0 <= value <= 1):
-            raise ConfigError(f"method.{name}={value}: a share of training, from 0 to 1")
+            raise ConfigError(f"method.{name}={value}: a share, from 0 to 1")
 
 
 def demand_at_least(least: float, **values: float) -> None:
