@@ -61,6 +61,7 @@ def blueprint(config: Config, facts: datasets.Facts, like: Blueprint | None = No
 
     `like`: a blueprint made before; where it is of the same model, that is not built and counted again.
     """
+    demand_parts(config)
     batch = config.recipe.batch_size
     steps = config.recipe.epochs * (facts.train // batch)
     if not steps:
@@ -78,6 +79,19 @@ def blueprint(config: Config, facts: datasets.Facts, like: Blueprint | None = No
     config.method.admit(optimizer)
     expected = forecast(cost, config.method, images_per_step=batch, skip_first=config.flops.skip_first)
     return Blueprint(config, facts, model, rows, cost, expected)
+
+
+def demand_parts(config: Config, ranks: int = 1) -> None:
+    """Raise ConfigError when a batch cannot be shared out, over so many ranks, as the options ask."""
+    recipe = config.recipe
+    parts = ranks * recipe.accumulate
+    if recipe.batch_size % parts:
+        raise ConfigError(
+            f"recipe.batch_size={recipe.batch_size} cannot be divided by {ranks} ranks x "
+            f"recipe.accumulate={recipe.accumulate}"
+        )
+    if (recipe.mixup or recipe.cutmix) and recipe.batch_size // parts % 2:
+        raise ConfigError(f"recipe.mixup and cutmix mix pairs: {recipe.batch_size // parts} images at a time are odd")
 
 
 def optimization(config: Config, model: nn.Module, steps_per_epoch: int) -> tuple[Optimizer, optim.Schedule]:

@@ -93,7 +93,8 @@ def _flops(words: list[str]) -> int:
         print(costs.show(costs.recharge(Path(own["run"])), own["format"]))
         return 0
     one = any(word.startswith(("method=", "method.")) for word in words)
-    configs = compose.configs(words if one else [*words, f"method={','.join(_compared())}"])
+    words = words if one else [*words, f"method={','.join(_compared())}"]
+    configs = compose.configs(words)
     if yes("per_layer", own["per_layer"]):
         if len(configs) > 1:
             raise ConfigError("per_layer=true shows one method at one pattern: name them, method=bame sparsity=2:4")
@@ -101,14 +102,12 @@ def _flops(words: list[str]) -> int:
             raise ConfigError(f"plot={own['plot']} draws methods side by side: it has no place beside per_layer=true")
         print(costs.show(costs.per_layer(configs[0]), own["format"]))
         return 0
-    others = [word for word in words if not word.startswith(("method=", "method.", "sparsity="))]
-    rows = costs.compare(configs, compose.composed([*others, "method=srste"]))
+    rows = costs.compare(configs, compose.differences(words))
     print(costs.show(rows, own["format"]))
     if own["plot"]:
         from bame_cli import plots
 
-        labels = [" ".join(filter(None, (row["method"], row["pattern"]))) for row in rows]
-        plots.bills(rows, dict(zip(labels, map(costs.cumulative, configs), strict=True)), Path(own["plot"]))
+        plots.bills(rows, list(map(costs.cumulative, configs)), Path(own["plot"]))
     return 0
 
 
@@ -209,7 +208,9 @@ def _report(words: list[str]) -> int:
     study = studies.read(name, own["scale"], Path(own["root"]), kept=own["kept"])
     beside = studies.manifest_path(Path(own["root"]), study.table.name, own["scale"])
     out = Path(own["out"] or beside.with_suffix(".html"))
-    folder.write(out, page.page(study, beside.with_suffix("")))
+    if not out.suffix:
+        raise ConfigError(f"out={out}: a page is a file, {out}.html; its pictures lie in {out}")
+    folder.write(out, page.page(study, out.with_suffix("")))
     print(out)
     return 0
 

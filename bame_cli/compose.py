@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra import compose, initialize_config_module
@@ -110,11 +110,23 @@ def _takes_value(word: str) -> bool:
 
 
 def demand_assignments(words: Sequence[str]) -> None:
+    """Raise ConfigError for a word that assigns nothing, and for flags that Hydra does not know."""
     takes_value = False
     for word in words:
+        if word.startswith("="):
+            raise ConfigError(f"{word!r} has no key before its =")
         if not (takes_value or word.startswith(("-", "~")) or "=" in word):
             raise ConfigError(f"{word!r} is not key=value (bame train --help shows the keys)")
         takes_value = _takes_value(word)
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    parser.parse_args(apart(words)[0])
+
+
+def _refuse(message: str) -> NoReturn:
+    """What Hydra's parser of flags has to say, without its usage."""
+    hint = " (options have no dashes: key=value)" if "unrecognized" in message else ""
+    raise ConfigError(f"{message}{hint}")
 
 
 def configs(words: list[str]) -> list[Any]:
@@ -124,6 +136,13 @@ def configs(words: list[str]) -> list[Any]:
         if word.startswith("-"):
             raise ConfigError(f"{word}: this verb takes key=value words only; lists need no -m")
     return [composed(job) for job in crossed(words)]
+
+
+def differences(words: list[str]) -> list[str]:
+    """What sets each of a sweep's jobs apart, besides its method and its pattern."""
+    jobs = crossed(words)
+    shared = set[str].intersection(*map(set, jobs))
+    return [" ".join(w for w in job if w not in shared and not w.startswith(("method=", "sparsity="))) for job in jobs]
 
 
 def composed(words: list[str], *, plain: bool = False) -> Any:

@@ -6,13 +6,13 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from bame_cli.errors import ConfigError
-from bame_cli.methods import METHODS, name_of
+from bame_cli.errors import ConfigError, near_misses
+from bame_cli.methods import METHODS, Method, name_of
 from bame_cli.sparsity.pattern import Pattern
 
 
@@ -185,29 +185,38 @@ def from_hydra(node: Any) -> Config:
         config = cast(Config, OmegaConf.to_object(node))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    _demand_known(config)
     validate(config)
     return config
 
 
+def _demand_known(config: Config) -> None:
+    """Hydra adds whatever a `+` asks it to add; what no schema knows would be ignored."""
+    for group, value in [("", config), *vars(config).items()]:
+        if dataclasses.is_dataclass(value):
+            for key in vars(value).keys() - {known.name for known in dataclasses.fields(value)}:
+                name = f"{group}.{key}" if group else key
+                raise ConfigError(f"no such option: {name}{near_misses(name, known_keys(name_of(config.method)))}")
+
+
 def to_yaml(node: Any) -> str:
-    """The composed node as text that loads again."""
-    return OmegaConf.to_yaml(node, resolve=True)
+    """The composed node as text that loads again, as a primary configuration that names its method."""
+    method = name_of(cast(Method, OmegaConf.to_object(node.method)))
+    return f"defaults: [train, override method: {method}, _self_]\n{OmegaConf.to_yaml(node, resolve=True)}"
 
 
 _LEAST = {
-    **dict.fromkeys(
-        ("recipe.epochs", "recipe.batch_size", "recipe.eval_batch_size", "log.every", "log.masks_every"), 1
+    1: (
+        *("recipe.epochs", "recipe.batch_size", "recipe.eval_batch_size", "recipe.accumulate"),
+        *("dataset.image_size", "dataset.train_size", "dataset.val_size", "dataset.classes", "dataset.holdout"),
+        *("dataset.channels", "model.width", "log.every", "log.masks_every"),
+        *("checkpoint.every_epochs", "checkpoint.every_steps"),
     ),
-    **dict.fromkeys(
-        ("recipe.lr", "recipe.min_lr", "recipe.momentum", "recipe.weight_decay", "recipe.warmup_epochs"), 0
+    0: (
+        *("recipe.lr", "recipe.min_lr", "recipe.weight_decay", "recipe.warmup_epochs"),
+        *("recipe.mixup", "recipe.cutmix", "recipe.erasing"),
+        *("dataset.crop_padding", "dataset.workers", "seed"),
     ),
-    **dict.fromkeys(
-        ("dataset.image_size", "dataset.train_size", "dataset.val_size", "dataset.classes", "dataset.holdout"), 1
-    ),
-    **dict.fromkeys(("dataset.channels", "model.width", "recipe.accumulate"), 1),
-    **dict.fromkeys(("checkpoint.every_epochs", "checkpoint.every_steps"), 1),
-    **dict.fromkeys(("dataset.crop_padding", "dataset.workers", "recipe.warmup_epochs", "seed"), 0),
-    **dict.fromkeys(("recipe.mixup", "recipe.cutmix", "recipe.erasing", "recipe.drop_path", "recipe.ema"), 0),
 }
 _ONE_OF = {
     "run.resume": ("auto", "never"),
@@ -224,7 +233,7 @@ def validate(config: Config) -> None:
     """Raise ConfigError for values that have no meaning, before anything is built."""
     _ = config.pattern
     config.method.validate()
-    for key, bound in _LEAST.items():
+    for bound, key in ((bound, key) for bound, keys in _LEAST.items() for key in keys):
         value = _get(config, key)
         if value is not None and not value >= bound:
             raise ConfigError(f"{key}={value}: must be {bound} or more")
@@ -234,10 +243,10 @@ def validate(config: Config) -> None:
     for key in _ABOVE_ZERO:
         if (value := _get(config, key)) is not None and not value > 0:
             raise ConfigError(f"{key}={value}: must be more than 0")
-    if not math.isfinite(config.recipe.lr):
-        raise ConfigError(f"recipe.lr={config.recipe.lr}: a finite number")
-    if config.seed >= 2**63 or config.recipe.erasing > 1:
-        raise ConfigError(f"seed={config.seed}, recipe.erasing={config.recipe.erasing}: below 2**63, and at most 1")
+    _demand_finite(config)
+    for key, most in (("seed", 2**63 - 1), ("recipe.erasing", 1)):
+        if _get(config, key) > most:
+            raise ConfigError(f"{key}={_get(config, key)}: at most {most}")
     if config.sparsity.ramp and not hasattr(config.method, "ramp"):
         able = ", ".join(name for name, kind in METHODS.items() if "ramp" in kind.__dataclass_fields__)
         raise ConfigError(f"sparsity.ramp: N cannot fall during method={name_of(config.method)}; it can during {able}")
@@ -248,6 +257,13 @@ def validate(config: Config) -> None:
         _demand_plain_products(config)
     if config.model.parent not in (None, *METHODS):
         raise ConfigError(f"model.parent={config.model.parent}: the method of a run, one of {', '.join(METHODS)}")
+
+
+def _demand_finite(config: Config) -> None:
+    for group, value in vars(config).items():
+        for key, number in vars(value).items() if dataclasses.is_dataclass(value) else ():
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ConfigError(f"{group}.{key}={number}: a finite number")
 
 
 def _demand_plain_products(config: Config) -> None:
@@ -270,20 +286,7 @@ def _get(config: Config, key: str) -> Any:
 def known_keys(method: str) -> Iterator[str]:
     """Every key that a command line with this method can set, for near misses."""
     yield "experiment"
-    for name, kind in (*_GROUPS, ("method", METHODS.get(method, METHODS["bame"]))):
-        yield from (f"{name}.{key.name}" for key in dataclasses.fields(kind))
-    yield from (key.name for key in dataclasses.fields(Config) if "." not in key.name)
-
-
-_GROUPS: tuple[tuple[str, type[Any]], ...] = (
-    ("model", ModelConfig),
-    ("dataset", DatasetConfig),
-    ("sparsity", SparsityConfig),
-    ("recipe", RecipeConfig),
-    ("logger", LoggerConfig),
-    ("log", LogConfig),
-    ("checkpoint", CheckpointConfig),
-    ("flops", FlopsConfig),
-    ("run", RunConfig),
-    ("sweep", SweepConfig),
-)
+    for name, kind in {**get_type_hints(Config), "method": METHODS.get(method, METHODS["bame"])}.items():
+        yield name
+        if dataclasses.is_dataclass(kind):
+            yield from (f"{name}.{key.name}" for key in dataclasses.fields(kind))

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +15,39 @@ from bame_cli.blueprint import Blueprint, blueprint, known_facts
 from bame_cli.config import Config
 from bame_cli.errors import ConfigError
 from bame_cli.methods import name_of
+from bame_cli.methods.srste import SRSTE
 from bame_cli.sparsity.flops import Bill, ForwardCost, spans
-from bame_cli.sparsity.pattern import Pattern
 from bame_cli.texts import aligned
 
 Row = dict[str, Any]
 
 
-def compare(configs: Sequence[Config], srste: Config) -> list[Row]:
-    """A row per configuration; `srste`, the same options with method=srste, is what ratios to SR-STE refer to."""
+def compare(configs: Sequence[Config], said: Sequence[str]) -> list[Row]:
+    """A row per configuration; ratios to SR-STE refer to the same options with that method.
+
+    said: what sets each configuration apart from the others, besides its method and its pattern.
+    """
     plans = list[Blueprint]()
     for config in configs:
         plans.append(blueprint(config, known_facts(config), like=plans[-1] if plans else None))
-    yardsticks = dict[Pattern, Blueprint]()
-    for config in _at_patterns(srste, configs):
-        made = next((plan for plan in plans if plan.config == config), None)
-        yardsticks[config.pattern] = made or blueprint(config, known_facts(config), like=plans[-1])
-    return [_row(plan, yardsticks[plan.config.pattern]) for plan in plans]
+    rows, made = list[Row](), list(plans)
+    for plan, words in zip(plans, said, strict=True):
+        srste = _as_srste(plan.config)
+        yardstick = next((other for other in made if other.config == srste), None)
+        if yardstick is None:
+            made.append(yardstick := blueprint(srste, plan.facts, like=plan))
+        rows.append({"method": name_of(plan.config.method), "options": words} | _row(plan, yardstick))
+    return rows
 
 
-def _at_patterns(srste: Config, configs: Sequence[Config]) -> list[Config]:
-    """The SR-STE configuration at each pattern that occurs."""
-    made = []
-    for pattern in dict.fromkeys(config.pattern for config in configs):
-        made.append(deepcopy(srste))
-        made[-1].sparsity.n, made[-1].sparsity.m = pattern.n, pattern.m
-    return made
+def _as_srste(config: Config) -> Config:
+    return replace(config, method=SRSTE(ramp=config.sparsity.ramp))
 
 
 def _row(plan: Blueprint, yardstick: Blueprint) -> Row:
     config, bill = plan.config, plan.expected
     sparse = plan.cost.at(plan.density)
     return {
-        "method": name_of(config.method),
         "pattern": str(config.target) if config.target else None,
         "forward_dense": plan.cost.total,
         "forward_dense_macs": plan.cost.total // 2,
@@ -127,6 +127,7 @@ def cumulative(config: Config) -> tuple[list[float], list[float]]:
 
 _COLUMNS = {
     "method": "method",
+    "options": "options",
     "pattern": "pattern",
     "forward_dense": "forward dense",
     "forward_sparse": "forward sparse",
@@ -150,7 +151,7 @@ def show(rows: list[Row], how: str) -> str:
         writer.writeheader()
         writer.writerows(rows)
         return out.getvalue().rstrip()
-    keys = [key for key in _COLUMNS if key in rows[0]] if "method" in rows[0] else list(rows[0])
+    keys = [key for key in _COLUMNS if rows[0].get(key, "") != ""] if "method" in rows[0] else list(rows[0])
     table = [tuple(_COLUMNS.get(key, key) for key in keys), *(tuple(_cell(row[key]) for key in keys) for row in rows)]
     if how == "md":
         lines = [f"| {' | '.join(cells)} |" for cells in table]

@@ -34,7 +34,8 @@ def result_of(folder: Path) -> dict[str, Any] | None:
         result: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"{path} is damaged ({error}); run.overwrite=true starts the run again") from error
-    if not isinstance(result, dict) or "status" not in result or (result["status"] == "finished") > ("top1" in result):
+    known = isinstance(result, dict) and "status" in result
+    if not known or (result["status"] == "finished" and "top1" not in result):
         raise ConfigError(f"{path} is damaged: it is no result; run.overwrite=true starts the run again")
     return result
 
@@ -50,6 +51,7 @@ def options_of(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged: {first_line(error)}") from error
     if not isinstance(options, dict) or not isinstance(options.get("model"), dict):
         raise ConfigError(f"{path} is damaged: it holds no options")
+    options.pop("defaults", None)  # what Hydra needs to load it again
     return cast(dict[str, Any], options)
 
 

@@ -92,19 +92,22 @@ class Plan:
 
     def look(self, nodes: Sequence[Any]) -> None:
         """Take what Hydra composed of each job; refuse what cannot be served, and drop what is listed already."""
-        seen = set[Path]()
+        seen = dict[Path, str]()
         for job, node in zip(self.jobs, nodes, strict=True):
             try:
                 job.config = config.from_hydra(node)
                 job.where  # noqa: B018 a checkpoint that is not there is seen here
             except ConfigError as error:
                 job.config, job.error = None, str(error)
-        kept = []
+        left = []
         for job in self.jobs:
-            if job.where not in seen:
-                kept.append(job)
-            seen |= {job.where} if job.where else set()
-        self.merged, self.jobs = len(self.jobs) - len(kept), kept
+            mark = digest(job.config) if job.config else ""
+            if job.where is None or job.where not in seen:
+                left.append(job)
+            elif seen[job.where] != mark:
+                raise ConfigError(f"run.dir={job.where} names one folder for runs that differ: run.root is for several")
+            seen |= {job.where: mark} if job.where else {}
+        self.merged, self.jobs = len(self.jobs) - len(left), left
         self._leave_out()
 
     def _leave_out(self) -> None:

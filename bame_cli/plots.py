@@ -15,13 +15,14 @@ PRODUCTS = ("forward", "grad_input", "grad_weight")
 HATCHES = ("", "//", "..")
 
 
-def bills(rows: Sequence[Mapping[str, Any]], curves: Mapping[str, tuple[list[float], list[float]]], path: Path) -> None:
-    """Left: the three products of each row, stacked, as shares of its dense bill. Right: FLOPs over training."""
+def bills(rows: Sequence[Mapping[str, Any]], curves: Sequence[tuple[list[float], list[float]]], path: Path) -> None:
+    """Left: the three products of each row, stacked, as shares of its dense bill. Right: its FLOPs over training."""
     figure = new_figure(figsize=(12, 4.2 + 0.12 * len(rows)))
     left, right = figure.subplots(1, 2)
-    _stacked(left, rows)
+    labels = [" ".join(filter(None, (row["method"], row["pattern"], row["options"]))) for row in rows]
+    _stacked(left, rows, labels)
     styles = ("-", "--", "-.", ":")
-    for index, (name, (shares, totals)) in enumerate(curves.items()):
+    for index, (name, (shares, totals)) in enumerate(zip(labels, curves, strict=True)):
         right.plot(shares, totals, color=COLORS[index % len(COLORS)], linestyle=styles[index % 4], label=name)
     right.set(xlabel="share of training", ylabel="training FLOPs so far ÷ dense", xlim=(0, 1), ylim=(0, None))
     right.legend(frameon=False, fontsize=8)
@@ -29,8 +30,7 @@ def bills(rows: Sequence[Mapping[str, Any]], curves: Mapping[str, tuple[list[flo
     save(figure, path)
 
 
-def _stacked(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    labels = [" ".join(filter(None, (row["method"], row["pattern"]))) for row in rows]
+def _stacked(axes: Any, rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:
     start = [0.0] * len(rows)
     for product, color, hatch in zip(PRODUCTS, COLORS, HATCHES, strict=False):
         widths = [row[product] / row["train_dense"] for row in rows]

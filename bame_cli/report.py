@@ -117,7 +117,7 @@ def closing(result: dict[str, Any], where: Path) -> list[str]:
     zeros = 100 * sparsity["weights_zero"] / sparsity["weights_total"]
     verdict = f"every block checked, {zeros:.1f} % zeros" if sparsity["verified"] else "VIOLATED, see bame verify"
     best = (
-        f" (best {result['best_top1']:.2f} % in epoch {result['best_epoch']})"
+        f" (best {result['best_top1']:.2f} % in epoch {result['best_epoch'] + 1})"
         if result["best_epoch"] is not None
         else ""
     )

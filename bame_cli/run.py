@@ -15,7 +15,7 @@ from bame_cli import folder as folders
 from bame_cli.address import digest, folder, parent, source
 from bame_cli.assembly import build
 from bame_cli.attempt import Attempt, caught
-from bame_cli.blueprint import Blueprint, blueprint, load_data
+from bame_cli.blueprint import Blueprint, blueprint, demand_parts, load_data
 from bame_cli.config import Config
 from bame_cli.errors import ConfigError
 from bame_cli.formats.plain import patterns_in, read_weights, write_weights
@@ -55,7 +55,9 @@ def run(config: Config, config_text: str) -> Outcome:
     _demand_parent(config)
     data = ranks.first(lambda: load_data(config, device))
     plan = blueprint(config, data.facts)
-    _demand_parts(config, ranks, device)
+    demand_parts(config, ranks.world)
+    if config.sync_batchnorm and device.type != "cuda":
+        raise ConfigError("sync_batchnorm=true: torch synchronizes batch statistics on GPUs only")
     attempt = Attempt(plan, (ranks, device), identity(plan, (ranks, device)), inherited_bill(config))
     with caught(attempt, where):
         attempt.run = build(plan, data, where, attempt.place)
@@ -96,21 +98,6 @@ def _demand_parent(config: Config) -> None:
                 f"model.parent={config.model.parent}: {where} holds no finished run; it is made by this command with "
                 f"method={config.model.parent} and without model.parent"
             )
-
-
-def _demand_parts(config: Config, ranks: Ranks, device: torch.device) -> None:
-    """Raise ConfigError when a batch cannot be shared out as the options ask."""
-    recipe = config.recipe
-    parts = ranks.world * recipe.accumulate
-    if recipe.batch_size % parts:
-        raise ConfigError(
-            f"recipe.batch_size={recipe.batch_size} cannot be divided by {ranks.world} ranks x "
-            f"recipe.accumulate={recipe.accumulate}"
-        )
-    if (recipe.mixup or recipe.cutmix) and recipe.batch_size // parts % 2:
-        raise ConfigError(f"recipe.mixup and cutmix mix pairs: {recipe.batch_size // parts} images at a time are odd")
-    if config.sync_batchnorm and device.type != "cuda":
-        raise ConfigError("sync_batchnorm=true: torch synchronizes batch statistics on GPUs only")
 
 
 def _open(plan: Blueprint, where: Path, mark: str, config_text: str) -> None:

@@ -126,7 +126,7 @@ REPORT = """bame report <table> [scale=paper|small|smoke] [root=outputs] [kept=f
 
 One page that opens without a network: the table (a click on a head sorts it), what is not finished, the pictures, every
 run's configuration, result and curve, and the environments they were computed in. Beside the table's manifest, unless
-`out` names another file.
+`out` names another file; its pictures are in a folder of the same name.
 
   bame report methods_small scale=smoke
 """

@@ -201,6 +201,19 @@ def test_a_list_without_m_names_the_flag(capsys):
         (["train", f"model.checkpoint={__file__}"], "no checkpoint we can read"),
         (["train", "device=cuda:77"], "device=cuda:77"),
         (["train", "digits"], "not key=value"),
+        (["train", "=3"], "no key before its ="),
+        (["train", "--recipe.epochs=1"], "options have no dashes"),
+        (["train", "--cfg"], "expected one argument"),
+        (["train", "+sparsity.exclud=[layer1]"], "no such option: sparsity.exclud; did you mean 'sparsity.exclude'"),
+        (["train", "++recipe.epoch=3"], "did you mean 'recipe.epochs'"),
+        (["train", "+foo=3"], "no such option: foo"),
+        (["train", "+method.intervall=3"], "did you mean 'method.interval'"),
+        (["train", "recipe.warmup_epochs=inf"], "recipe.warmup_epochs=inf: a finite number"),
+        (["train", "dataset.mean=[.485,.456,.406]"], "dataset.mean has 3 values, and the images have 1 channels"),
+        (["train", "dataset.std=[0]"], "above 0"),
+        (["train", "-m", "seed=0,1", "run.dir=x"], "run.dir=x names one folder for runs that differ"),
+        (["flops", "dataset.train_size=9999"], "the split has 1437 images"),
+        (["flops", "dataset.holdout=2000"], "from 1 to 1436"),
         (["trian"], "did you mean 'train'"),
         (["train", "~seed"], "method.seed"),
         (["train", "-m", "seed=0,1", "--cfg", "job"], "leave out -m"),
@@ -223,6 +236,15 @@ def test_bad_input_is_one_line_and_leaves_nothing(words, says, capsys):
 
 def test_options_are_shown_without_what_trains():
     assert not {"timm", "torchvision", "matplotlib"} & imports_of("train", "--cfg", "job")
+
+
+def test_the_configuration_of_a_run_can_be_loaded_again(capsys):
+    assert bame("train", *words_for("srste"), "method.decay=.5", "run.dir=run") == 0
+    capsys.readouterr()
+    assert bame("train", "--config-dir", "run", "--config-name", "config") == 0
+    assert "finished already" in capsys.readouterr().out
+    assert bame("train", "--config-dir", "run", "--config-name", "config", "seed=1", "run.dir=other") == 0
+    assert "decay: 0.5" in Path("other/config.yaml").read_text()
 
 
 def test_a_folder_with_another_configuration_is_left_alone(capsys):
@@ -316,6 +338,20 @@ def test_flops_per_layer_adds_up(capsys):
     for key in ("forward", "grad_input", "grad_weight", "train"):
         assert sum(row[key] for row in layers) == whole[key]
     assert sum(row["forward_one_image"] for row in layers) == whole["forward_dense"]
+
+
+def test_flops_takes_lists_of_any_option(capsys):
+    words = ["flops", "model=resnet20_cifar,resnet8_cifar", "recipe.epochs=1,2", "sparsity=2:4,1:4", "method=bame"]
+    assert bame(*words, "format=json", "plot=bills.png") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["options"] for row in rows} == {
+        f"model={model} recipe.epochs={epochs}" for model in ("resnet20_cifar", "resnet8_cifar") for epochs in (1, 2)
+    }
+    for row in rows:
+        of_this = [*row["options"].split(), f"sparsity={row['pattern']}"]
+        assert bame("flops", *of_this, "method=srste", "format=json") == 0
+        (srste,) = json.loads(capsys.readouterr().out)
+        assert row["times_cheaper_than_srste"] == srste["train"] / row["train"]
 
 
 @pytest.mark.parametrize("how", ["text", "md", "csv"])

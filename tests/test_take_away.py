@@ -23,6 +23,7 @@ from bame_cli import cli, compose, finished, formats, inference
 from bame_cli.blueprint import load_data
 from bame_cli.errors import ConfigError
 from bame_cli.formats import compressed, onnx_file, semi_structured
+from bame_cli.formats.plain import read_weights, write_weights
 from bame_cli.sparsity.pattern import Pattern
 from bame_cli.training.loop import evaluate
 
@@ -349,6 +350,17 @@ def test_a_published_file_names_no_folder_of_this_machine(run):
     for path in Path("hub").iterdir():
         assert b"secret" not in path.read_bytes()
     assert "import bame_cli.training.models" in Path("hub/README.md").read_text()
+
+
+def test_the_same_network_is_the_same_bytes(tmp_path):
+    """An address is made of them; safetensors itself orders metadata anew each time."""
+    weights, about = {"b": torch.arange(3.0), "a": torch.ones(2, 8)}, {str(key): f"é{key}" for key in range(20)}
+    for name in "xyz":
+        write_weights(tmp_path / name, weights, patterns={"a": Pattern(2, 4)}, about=about)
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes() == (tmp_path / "z").read_bytes()
+    read, metadata = read_weights(tmp_path / "x")
+    assert {name: tensor.tolist() for name, tensor in read.items()} == {n: t.tolist() for n, t in weights.items()}
+    assert about.items() <= metadata.items()
 
 
 # --- compressed ---

@@ -27,8 +27,21 @@ def write_weights(
     aside.touch()
     mode = aside.stat().st_mode  # what the user's files have; safetensors makes them private
     save_file(tensors, aside, metadata)
+    _put_in_order(aside)
     aside.chmod(mode)
     os.replace(aside, path)
+
+
+def _put_in_order(path: Path) -> None:
+    """Sort the metadata, which safetensors writes at random: the same network is the same bytes, with one address."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= size:  # as it is, unless somebody's JSON becomes longer than it was
+            file.seek(8)
+            file.write(text.ljust(size))
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -42,15 +42,27 @@ class Arrays:
 
 def choice(count: int, wanted: int | None) -> Tensor:
     """The first `wanted` of a fixed shuffle, in order; all when None."""
+    number = demand_chosen(count, wanted)
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:number].sort().values
+
+
+def demand_chosen(count: int, wanted: int | None) -> int:
+    """How many of a split's images are used: `wanted`, or all. Raises ConfigError when there are not so many."""
     if wanted is not None and not 1 <= wanted <= count:
         raise ConfigError(f"the split has {count} images, not the {wanted} asked for")
-    return torch.randperm(count, generator=torch.Generator().manual_seed(0))[: wanted or count].sort().values
+    return wanted or count
+
+
+def demand_left(count: int, held: int) -> int:
+    """How many of `count` training images are left when `held` are held out. Raises ConfigError when none would be."""
+    if not 1 <= held < count:
+        raise ConfigError(f"dataset.holdout={held}: from 1 to {count - 1} of the {count} training images")
+    return count - held
 
 
 def apart(count: int, held: int) -> tuple[Tensor, Tensor]:
     """The numbers from 0 to `count` in two parts by a fixed shuffle, each in order: the rest, and `held` of them."""
-    if not 1 <= held < count:
-        raise ConfigError(f"dataset.holdout={held}: from 1 to {count - 1} of the {count} training images")
+    demand_left(count, held)
     shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     return shuffled[held:].sort().values, shuffled[:held].sort().values
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bame_cli.errors import ConfigError, near_misses
-from bame_cli.training.arrays import ARRAYS, Arrays, synthetic
+from bame_cli.training.arrays import ARRAYS, Arrays, demand_chosen, demand_left, synthetic
 from bame_cli.training.distributed import ALONE, Ranks
 from bame_cli.training.images import Batch, Look, Split, show
 from bame_cli.training.seeding import generator
@@ -77,8 +77,9 @@ def facts(
     known = _FACTS[name]
     size = look.image_size or known.image_shape[1]
     shape = (known.image_shape[0], size, size)
-    train, val = (known.train - holdout, holdout) if holdout else (known.train, known.val)
-    return Facts(train_size or train, val_size or val, known.classes, shape)
+    look.demand_channels(shape[0])
+    train, val = (demand_left(known.train, holdout), holdout) if holdout else (known.train, known.val)
+    return Facts(demand_chosen(train, train_size), demand_chosen(val, val_size), known.classes, shape)
 
 
 def load(
@@ -113,6 +114,7 @@ def load(
     if name in _FOLDERS:
         from bame_cli.training.pictures import read_folders
 
+        look.demand_channels(3)
         train, val, names = read_folders(Path(root), look, workers, (train_size, val_size), holdout, device)
         return Data(train, val, names, (3, train.size, train.size), f"pictures in {root}")
     read, about = ARRAYS[name]
@@ -135,6 +137,7 @@ def show_pictures(
     from bame_cli.training.pictures import read_pictures
 
     channels, size, _ = image_shape
+    look.demand_channels(channels)
     pixels = read_pictures(paths, size=size, grey=channels == 1, margin=name in _FOLDERS)
     return show(pixels.to(device), replace(look, image_size=size))
 
@@ -143,6 +146,7 @@ def show_pictures(
 
 
 def _in_memory(arrays: Arrays, look: Look, device: torch.device | str, about: str) -> Data:
+    look.demand_channels(arrays.train_images.shape[1])
     train = InMemory(arrays.train_images.to(device), arrays.train_labels.to(device), look)
     val = InMemory(arrays.val_images.to(device), arrays.val_labels.to(device), look)
     size = look.image_size or arrays.train_images.shape[-1]

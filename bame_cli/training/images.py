@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bame_cli.errors import ConfigError
 from bame_cli.training.distributed import ALONE, Ranks
 
 Batch = tuple[Tensor, Tensor]
@@ -43,6 +45,14 @@ class Look:
     flip: bool = False
     auto_augment: str | None = None
     channels_last: bool = False
+
+    def demand_channels(self, channels: int) -> None:
+        """Raise ConfigError unless images of so many channels can be normalized: by one value, or by one for each."""
+        for key, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, channels):
+                raise ConfigError(f"dataset.{key} has {len(values)} values, and the images have {channels} channels")
+            if not all(math.isfinite(value) and (key == "mean" or value > 0) for value in values):
+                raise ConfigError(f"dataset.{key}={list(values)}: finite numbers" + ", above 0" * (key == "std"))
 
 
 def show(images: Tensor, look: Look) -> Tensor:
