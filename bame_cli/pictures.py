@@ -33,8 +33,11 @@ def draw(study: Study, folder: Path) -> list[Path]:
 
 
 def flops(study: Study, shown: Sequence[Line]) -> Any:
-    """Top-1 against training FLOPs ÷ dense, one panel per model; the Pareto front joined, seeds as error bars."""
-    return _against(study, shown, lambda line: line.bill("train_ratio"), "training FLOPs ÷ dense", front=True)
+    """Top-1 against training FLOPs ÷ dense, one panel per model; the Pareto front joined, seeds as error bars.
+
+    A bill includes the run that the weights came from, as in ASP; a hollow marker stands where it would be without.
+    """
+    return _against(study, shown, lambda line: line.inherited_ratio, "training FLOPs ÷ dense", front=True)
 
 
 def density(study: Study, shown: Sequence[Line]) -> Any:
@@ -68,6 +71,7 @@ def _against(
             costs, tops = zip(*edge, strict=True)
             axes.step(costs, tops, where="post", color="#000000", linewidth=1, label="Pareto front")
             _name_patterns(axes, points, at)
+            _without_inherited(axes, points, looks)
         else:
             _density_ticks(axes, points)
         axes.set(xlabel=label, ylabel="top-1 %, mean ± std over seeds", title=model)
@@ -75,6 +79,16 @@ def _against(
     _legend(drawn)
     _title(drawn, study)
     return drawn
+
+
+def _without_inherited(axes: Any, points: Sequence[Line], looks: dict[str, tuple[str, str, str]]) -> None:
+    for line in points:
+        alone, whole = line.bill("train_ratio"), line.inherited_ratio
+        if alone is not None and whole is not None and alone < whole:
+            color, marker, _ = looks[line.row]
+            axes.plot([alone, whole], [line.mean] * 2, ":", color=color, linewidth=1)
+            label = f"{line.row}, without the run it starts from"
+            axes.plot(alone, line.mean, marker, color=color, markerfacecolor="none", linestyle="none", label=label)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

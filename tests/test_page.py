@@ -60,6 +60,19 @@ def test_curves_go_by_the_bill(capsys):
     assert pictures._mean_curve(jobs[:2]) == ([0.2, 0.4], [65.5, 70.5])
 
 
+def test_a_bill_is_drawn_with_the_run_that_it_starts_from():
+    """ASP without its dense run would be the cheapest of all; where it would be is a hollow marker."""
+    flops = {"train": 10, "train_dense": 100, "train_ratio": 0.1, "train_ratio_dense_grad_input": 0.1, "inherited": 100}
+    bame = {"flops": flops | {"inference_ratio": 0.09}}
+    study(bame0=dict(bame), bame1=dict(bame))
+    made = studies.read("imagenet_resnet50", "paper", Path("outputs"))
+    (axes,) = pictures.flops(made, [line for line in pictures.lines(made) if line.mean is not None]).axes
+    drawn = {line.get_label(): list(map(float, line.get_xdata())) for line in axes.get_lines()}
+    assert drawn["Pareto front"] == [0.4], "not the ten per cent that it would cost alone"
+    assert drawn["BAME, without the run it starts from"] == [0.1]
+    assert sorted(float(box[0].get_xdata()[0]) for box in axes.containers) == [0.4, 1.1]
+
+
 def test_nothing_finished_is_nothing_to_draw(capsys):
     study(srste0=None, srste1=None, bame0=None, bame1=None)
     assert bame("plot", "imagenet_resnet50") == 2
