@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from bame_cli.errors import ConfigError
 from bame_cli.methods.base import Layers, Shapes, SparseMethod
 from bame_cli.methods.master import MasterMethod
-from bame_cli.methods.optimizers import clear_state, demand_step_size, demand_zeros_kept
+from bame_cli.methods.optimizers import clear_state, demand_zeros_kept, scales_as_known
 from bame_cli.methods.options import at_share, demand_at_least, demand_one_of, demand_order, demand_share
 from bame_cli.methods.windows import Gathered, barred, best, frozen_share
 from bame_cli.sparsity.flops import ONE, Densities, Density
@@ -63,12 +63,12 @@ class BAMESwap(MasterMethod):
     decay: float = 2e-4
     regrow: str = "zero"
     warmup_grad_input: str = "sparse"
+    strange = ""  # no option: the optimizer's name, where the size of its steps is not known
 
     def validate(self) -> None:
         demand_share(start=self.start, stop=self.stop, warmup=self.warmup)
         demand_at_least(1, interval=self.interval, gradient_steps=self.gradient_steps, swaps=self.swaps)
-        demand_at_least(0, confidence=self.confidence, decay=self.decay)
-        demand_at_least(1e-9, horizon=self.horizon)
+        demand_at_least(0, confidence=self.confidence, decay=self.decay, horizon=self.horizon)
         demand_one_of(("loss", "taylor", "magnitude_gradient"), criterion=self.criterion)
         demand_one_of(("zero", "step"), regrow=self.regrow)
         demand_one_of(("sparse", "dense"), warmup_grad_input=self.warmup_grad_input)
@@ -121,10 +121,13 @@ class BAMESwap(MasterMethod):
         return {self.warm, *ends, *(end - self.gradient_steps for end in ends)}
 
     def warnings(self) -> list[str]:
-        if any(self.adapts(step) for step in range(self.interval - 1, self.total_steps, self.interval)):
-            return []
-        first = max(self.first, self.warm + self.gradient_steps - 1)
-        return [f"the mask never adapts: no interval of {self.interval} ends within steps {first} to {self.last}"]
+        notes = list[str]()
+        if not any(self.adapts(step) for step in range(self.interval - 1, self.total_steps, self.interval)):
+            first = max(self.first, self.warm + self.gradient_steps - 1)
+            notes += [f"the mask never adapts: no interval of {self.interval} ends within steps {first} to {self.last}"]
+        if self.criterion != "magnitude_gradient" and self.strange:
+            notes += [f"the size of {self.strange}'s steps is not known, and weighs exchanges: try SGD or AdamW"]
+        return notes
 
     def budget_at(self, step: int) -> float:
         """Share of a layer's blocks that may swap at step `step`."""
@@ -136,8 +139,7 @@ class BAMESwap(MasterMethod):
 
     def admit(self, optimizer: Optimizer) -> None:
         demand_zeros_kept(optimizer)
-        if self.criterion != "magnitude_gradient":
-            demand_step_size(optimizer)
+        self.strange = "" if scales_as_known(optimizer) else type(optimizer).__name__
 
     def attach(self, layers: Layers, optimizer: Optimizer, total_steps: int) -> None:
         self.gathered = dict[str, Gathered]()
@@ -220,11 +222,12 @@ class BAMESwap(MasterMethod):
         return *out, *best(gain - barred(kept, gain.dtype), pairs)
 
     def step_scale(self, name: str) -> float:
-        """s: what the optimizer multiplies a gradient by, besides the learning rate; 1 for SGD (see `admit`)."""
-        state = self.optimizer.state.get(self.parameters[name], {})
+        """s: what the optimizer multiplies a gradient by, besides the learning rate; 1 for SGD, and where unknown."""
+        p = self.parameters[name]
+        state = self.optimizer.state.get(p, {})
         moment = state.get("exp_avg_sq")
         group = self.optimizer.param_groups[self.group_of[name]]
-        if not isinstance(moment, Tensor):
+        if not isinstance(moment, Tensor) or moment.shape != p.shape or "betas" not in group:
             return 1.0
         decay, eps, done = group["betas"][1], group["eps"], int(state["step"]) if "step" in state else group["step"]
         rms = (moment[self.masks[name]].mean() / (1 - decay**done)).sqrt() if done else moment.new_zeros(())

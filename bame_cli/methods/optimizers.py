@@ -61,11 +61,11 @@ def _tried(
     return probe.detach().cpu(), twin.state[probe]
 
 
-def demand_step_size(optimizer: Optimizer) -> None:
-    """Raise ConfigError unless it is known by how much the optimizer scales a gradient: SGD, Adam and its kin.
+def scales_as_known(optimizer: Optimizer) -> bool:
+    """Whether it is known by how much the optimizer scales a gradient: SGD, Adam and its kin. Tried, not assumed.
 
-    Tried, not assumed: either nothing but a momentum is remembered, or `exp_avg_sq` is, after one step, a mean of
-    squared gradients that `1 - betas[1] ** step` corrects.
+    Either nothing but a momentum is remembered, or `exp_avg_sq` is, after one step, a mean of squared gradients that
+    `1 - betas[1] ** step` corrects.
     """
     grad = torch.linspace(-1, 1, 24).view(4, 6)
     for group in (g for g in optimizer.param_groups if any(p.dim() > 1 for p in g["params"])):
@@ -76,10 +76,8 @@ def demand_step_size(optimizer: Optimizer) -> None:
         else:
             known = not betas and not set(state) - {"momentum_buffer", "step"}
         if not known:
-            raise ConfigError(
-                f"method.criterion weighs what a step gains, and the size of {type(optimizer).__name__}'s steps is not "
-                "known: use SGD or AdamW, or method.criterion=magnitude_gradient with a method.budget"
-            )
+            return False
+    return True
 
 
 def demand_zeros_kept(optimizer: Optimizer) -> None:
