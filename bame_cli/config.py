@@ -182,9 +182,11 @@ def from_hydra(node: Any) -> Config:
     try:
         if missing := OmegaConf.missing_keys(node):
             raise ConfigError(f"{', '.join(sorted(missing))} must be given: key=value")
-        config = cast(Config, OmegaConf.to_object(node))
+        config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    if not isinstance(config, Config):
+        raise ConfigError("this configuration does not build on ours: begin it with defaults: [train, _self_]")
     _demand_known(config)
     validate(config)
     return config

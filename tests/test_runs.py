@@ -245,6 +245,9 @@ def test_the_configuration_of_a_run_can_be_loaded_again(capsys):
     assert "finished already" in capsys.readouterr().out
     assert bame("train", "--config-dir", "run", "--config-name", "config", "seed=1", "run.dir=other") == 0
     assert "decay: 0.5" in Path("other/config.yaml").read_text()
+    Path("bare.yaml").write_text("seed: 3\n")
+    assert bame("train", "--config-dir", ".", "--config-name", "bare") == 2
+    assert "defaults: [train, _self_]" in capsys.readouterr().err
 
 
 def test_a_folder_with_another_configuration_is_left_alone(capsys):
