@@ -92,4 +92,6 @@ def _settings(config: Config) -> Settings:
 
 def _load_weights(config: Config, model: nn.Module) -> list[str]:
     path = source(config)
-    return models.load_weights(model, path / "model.safetensors" if path and path.is_dir() else path) if path else []
+    if path is None:
+        return []
+    return models.load_weights(model, path / "model.safetensors" if path.is_dir() else path)

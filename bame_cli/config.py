@@ -11,7 +11,7 @@ from typing import Any, cast, get_type_hints
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from bame_cli.errors import ConfigError, near_misses
+from bame_cli.errors import ConfigError, first_line, near_misses
 from bame_cli.methods import METHODS, Method, name_of
 from bame_cli.sparsity.pattern import Pattern
 
@@ -184,7 +184,7 @@ def from_hydra(node: Any) -> Config:
             raise ConfigError(f"{', '.join(sorted(missing))} must be given: key=value")
         config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
     if not isinstance(config, Config):
         raise ConfigError("this configuration does not build on ours: begin it with defaults: [train, _self_]")
     _demand_known(config)
@@ -194,11 +194,15 @@ def from_hydra(node: Any) -> Config:
 
 def _demand_known(config: Config) -> None:
     """Hydra adds whatever a `+` asks it to add; what no schema knows would be ignored."""
-    for group, value in [("", config), *vars(config).items()]:
-        if dataclasses.is_dataclass(value):
-            for key in vars(value).keys() - {known.name for known in dataclasses.fields(value)}:
-                name = f"{group}.{key}" if group else key
-                raise ConfigError(f"no such option: {name}{near_misses(name, known_keys(name_of(config.method)))}")
+    for prefix, options in [("", config), *((f"{group}.", options) for group, options in _groups(config))]:
+        for key in vars(options).keys() - {known.name for known in dataclasses.fields(options)}:
+            name = prefix + key
+            raise ConfigError(f"no such option: {name}{near_misses(name, known_keys(name_of(config.method)))}")
+
+
+def _groups(config: Config) -> list[tuple[str, Any]]:
+    """The groups of options by name."""
+    return [(group, value) for group, value in vars(config).items() if dataclasses.is_dataclass(value)]
 
 
 def to_yaml(node: Any) -> str:
@@ -262,8 +266,8 @@ def validate(config: Config) -> None:
 
 
 def _demand_finite(config: Config) -> None:
-    for group, value in vars(config).items():
-        for key, number in vars(value).items() if dataclasses.is_dataclass(value) else ():
+    for group, options in _groups(config):
+        for key, number in vars(options).items():
             if isinstance(number, float) and not math.isfinite(number):
                 raise ConfigError(f"{group}.{key}={number}: a finite number")
 

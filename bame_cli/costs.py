@@ -36,7 +36,7 @@ def compare(configs: Sequence[Config], said: Sequence[str]) -> list[Row]:
         yardstick = next((other for other in made if other.config == srste), None)
         if yardstick is None:
             made.append(yardstick := blueprint(srste, plan.facts, like=plan))
-        rows.append({"method": name_of(plan.config.method), "options": words} | _row(plan, yardstick))
+        rows.append(_row(plan, yardstick, words))
     return rows
 
 
@@ -44,10 +44,12 @@ def _as_srste(config: Config) -> Config:
     return replace(config, method=SRSTE(ramp=config.sparsity.ramp))
 
 
-def _row(plan: Blueprint, yardstick: Blueprint) -> Row:
+def _row(plan: Blueprint, yardstick: Blueprint, options: str) -> Row:
     config, bill = plan.config, plan.expected
     sparse = plan.cost.at(plan.density)
     return {
+        "method": name_of(config.method),
+        "options": options,
         "pattern": str(config.target) if config.target else None,
         "forward_dense": plan.cost.total,
         "forward_dense_macs": plan.cost.total // 2,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ _TARGETS = {
 }
 _EXACT = ("safetensors", "compressed")
 _SPARSE = ("semi_structured", "compressed")
-_LICENCE = "apache-2.0"
 # How far scores may be from torch's, as a share of the largest score: what sums in another order, and float16, explain.
 BOUNDS = {"float32": 1e-4, "float16": 2e-2}
 
@@ -54,6 +53,7 @@ def export(run: Path, order: Order) -> tuple[list[str], bool]:
     Raises ConfigError, with nothing written, for a run or a target that cannot be served.
     """
     _demand(order)
+    order = replace(order, opset=order.opset or onnx_file.OPSETS[0], licence=order.licence or "apache-2.0")
     saved = finished.read_run(run)
     target = _target(run, order)
     source = inference.source(run, list(order.words))
@@ -114,7 +114,7 @@ def _images(source: inference.Source, saved: formats.Saved) -> datasets.Data:
 
 def _write(saved: formats.Saved, source: inference.Source, target: Path, order: Order) -> None:
     if order.format == "safetensors":
-        _write_hub(saved, target, order.licence or _LICENCE)
+        _write_hub(saved, target, order.licence)
     elif order.format == "onnx":
         _write_onnx(saved, source, target, order)
     else:
@@ -138,7 +138,7 @@ def _write_onnx(saved: formats.Saved, source: inference.Source, target: Path, or
         semi_structured.HalfInside(model) if order.float16 else model,
         target,
         image_shape=_shape(saved),
-        opset=order.opset or onnx_file.OPSETS[0],
+        opset=order.opset,
         weights=saved.weights,
         patterns=saved.patterns,
         about=saved.about | {"precision": precision},
@@ -174,8 +174,7 @@ def _described(saved: formats.Saved, made: formats.Saved, target: Path, order: O
     size, before = made.file.stat().st_size, saved.file.stat().st_size
     verdicts = verify_weights(made.weights, made.patterns)
     broken = [verdict.name for verdict in verdicts if verdict.violation]
-    opset, inside = order.opset or onnx_file.OPSETS[0], "float16" if order.float16 else "float32"
-    how = f", opset {opset}, {inside} inside" if order.format == "onnx" else ""
+    how = {"onnx": f", opset {order.opset}, {'float16' if order.float16 else 'float32'} inside"}.get(order.format, "")
     found = ", ".join(sorted({str(verdict.pattern) for verdict in verdicts}))
     blocks = sum(verdict.blocks for verdict in verdicts)
     lines = {
@@ -197,7 +196,7 @@ def _described(saved: formats.Saved, made: formats.Saved, target: Path, order: O
 def _remarks(saved: formats.Saved, order: Order) -> Iterator[str]:
     """What a user of this format should know of this network."""
     if order.format == "safetensors":
-        yield f"licence   {order.licence or _LICENCE} (license= says another), in README.md beside config.json"
+        yield f"licence   {order.licence} (license= says another), in README.md beside config.json"
     if order.format == "semi_structured":
         reasons = semi_structured.refusals(saved.weights, saved.patterns)
         yield f"packed    {sum(not reason for reason in reasons.values())} of {len(reasons)} sparse weights, in float16"

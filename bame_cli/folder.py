@@ -20,7 +20,7 @@ from bame_cli.errors import ConfigError, first_line
 FILES = ("config.yaml", "layers.json", "metrics.jsonl", "train.log", "model.safetensors", "result.json", "digest")
 FOLDERS = ("checkpoints", "export", "masks", "plots", "tensorboard", "wandb")
 _RESERVE = ".reserve"
-# Written whole or not at all: a text file by way of these. Alone they are no run.
+# Files on their way to being those, which a cut may leave. By themselves they are no run.
 _ASIDE = tuple(f"{name}.tmp" for name in FILES)
 _NO_RUN = {".lock", _RESERVE, *_ASIDE}
 

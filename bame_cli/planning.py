@@ -22,11 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Planned:
-    """A job of a sweep. `row`: its row of a table. `error`: why it is refused. `kept`: it was run elsewhere."""
+    """A job of a sweep. `row`: its row of a table. `error`: why it is refused. `kept`: it was run elsewhere.
+
+    where, mark: the run's folder and digest, known with its configuration; a checkpoint's content is read for them.
+    """
 
     row: str
     words: list[str]
     config: Config | None = None
+    where: Path | None = None
+    mark: str = ""
     error: str = ""
     kept: bool = False
 
@@ -40,16 +45,12 @@ class Planned:
         """The words as one would type them: crossing lists escapes colons."""
         return [word.replace("\\", "") for word in self.words]
 
-    @property
-    def where(self) -> Path | None:
-        return folder(self.config) if self.config else None
-
     def entry(self) -> dict[str, Any]:
         """What identifies the run, for a manifest."""
         made: dict[str, Any] = {"row": self.row, "overrides": self.said}
         if self.config is None:
             return made
-        made |= {"folder": str(folder(self.config)), "digest": digest(self.config)}
+        made |= {"folder": str(self.where), "digest": self.mark}
         made |= {"group": digest(self.config, seed=False), "model": self.config.model.name}
         made |= {"dataset": self.config.dataset.name, "method": name_of(self.config.method)}
         target = self.config.target
@@ -96,17 +97,18 @@ class Plan:
         for job, node in zip(self.jobs, nodes, strict=True):
             try:
                 job.config = config.from_hydra(node)
-                job.where  # noqa: B018 a checkpoint that is not there is seen here
+                job.where, job.mark = folder(job.config), digest(job.config)
             except ConfigError as error:
                 job.config, job.error = None, str(error)
         left = []
         for job in self.jobs:
-            mark = digest(job.config) if job.config else ""
-            if job.where is None or job.where not in seen:
+            if job.where is None:  # refused, and listed as such
                 left.append(job)
-            elif seen[job.where] != mark:
+            elif job.where not in seen:
+                left.append(job)
+                seen[job.where] = job.mark
+            elif seen[job.where] != job.mark:
                 raise ConfigError(f"run.dir={job.where} names one folder for runs that differ: run.root is for several")
-            seen |= {job.where: mark} if job.where else {}
         self.merged, self.jobs = len(self.jobs) - len(left), left
         self._leave_out()
 
@@ -115,7 +117,7 @@ class Plan:
         if not self.known:
             return
         for job in self.jobs:
-            job.kept = job.config is not None and digest(job.config) in self.known
+            job.kept = job.mark in self.known
         left = [job.config for job in self.jobs if job.config and not job.kept]
         wanted = {folder(start) for config in left if (start := parent(config))}
         for job in self.jobs:
@@ -176,11 +178,10 @@ def _expected(job: Planned, like: Blueprint | None) -> Blueprint | None:
 
 
 def _state(job: Planned) -> str:
-    assert job.config is not None
     assert job.where is not None
     try:
-        folders.demand_ours(job.where, digest(job.config))
-        status, error, _ = studies.state(job.where, digest(job.config))
+        folders.demand_ours(job.where, job.mark)
+        status, error, _ = studies.state(job.where, job.mark)
     except ConfigError as refused:
         status, error = "refused", str(refused)
     job.error = error if status in ("refused", "damaged") else ""

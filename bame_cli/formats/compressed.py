@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from bame_cli.errors import ConfigError
+from bame_cli.errors import ConfigError, first_line
 from bame_cli.sparsity.pattern import Pattern, pack, unpack
 
 Shapes = Mapping[str, torch.Size | list[int]]
@@ -49,7 +49,7 @@ def _decoded(name: str, tensors: Mapping[str, Tensor], pattern: Pattern | None, 
         moved = pattern.blocks(weight).movedim(2, -1)
         moved.copy_(torch.zeros_like(moved).masked_scatter_(kept.view(moved.shape), values))
     except (KeyError, RuntimeError) as error:
-        raise ConfigError(f"{name}: the compressed file is damaged ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"{name}: the compressed file is damaged ({first_line(error)})") from error
     return weight
 
 

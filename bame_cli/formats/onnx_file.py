@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bame_cli.errors import ConfigError
+from bame_cli.errors import ConfigError, first_line
 from bame_cli.formats.semi_structured import INSIDE
 from bame_cli.sparsity.pattern import Pattern
 
@@ -75,7 +75,7 @@ def _exported(network: nn.Module, image_shape: tuple[int, int, int], opset: int)
                 verbose=False,
             )
     except Exception as error:  # whatever a model makes torch.export or the exporter raise
-        raise ConfigError(f"format=onnx: torch cannot export this model ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"format=onnx: torch cannot export this model ({first_line(error)})") from error
     made: Any = program.model_proto if program else None
     written = {entry.domain: entry.version for entry in made.opset_import}.get("")
     if written != opset:
@@ -113,7 +113,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except ConfigError:
         raise
     except Exception as error:  # protobuf, onnx and the system each raise their own
-        raise ConfigError(f"{path} is no ONNX file ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"{path} is no ONNX file ({first_line(error)})") from error
     if not model.graph.node:
         raise ConfigError(f"{path} is no ONNX file: it has no graph")
     return matrices(model), {entry.key: entry.value for entry in model.metadata_props}
@@ -176,7 +176,7 @@ class Session(nn.Module):
         try:
             self.session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's own classes, one per cause
-            raise ConfigError(f"{path}: ONNX Runtime cannot run it ({str(error).splitlines()[0]})") from error
+            raise ConfigError(f"{path}: ONNX Runtime cannot run it ({first_line(error)})") from error
         given = self.session.get_inputs()
         if len(given) != 1 or given[0].type != "tensor(float)":
             raise ConfigError(f"{path}: a network here takes one input, float32 images")
@@ -187,7 +187,7 @@ class Session(nn.Module):
         try:
             scores = self.session.run(None, {self.name: images.contiguous().numpy()})[0]
         except Exception as error:  # a batch or an image of another size than the file was made for, above all
-            raise ConfigError(f"{self.path}: ONNX Runtime cannot run it ({str(error).splitlines()[0]})") from error
+            raise ConfigError(f"{self.path}: ONNX Runtime cannot run it ({first_line(error)})") from error
         return torch.from_numpy(scores)
 
 

@@ -19,7 +19,7 @@ from torch.sparse._semi_structured_conversions import (
     sparse_semi_structured_to_dense_cutlass,
 )
 
-from bame_cli.errors import ConfigError
+from bame_cli.errors import ConfigError, first_line
 from bame_cli.sparsity.pattern import Pattern
 
 PATTERN = Pattern(2, 4)
@@ -78,7 +78,7 @@ def _unpacked(name: str, packed: Tensor, meta: Tensor | None) -> Tensor:
             raise RuntimeError("it has no meta")
         return sparse_semi_structured_to_dense_cutlass(packed, meta)
     except RuntimeError as error:
-        raise ConfigError(f"{name}: the semi-structured file is damaged ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"{name}: the semi-structured file is damaged ({first_line(error)})") from error
 
 
 def packed_in(tensors: Iterable[str]) -> list[str]:
@@ -111,6 +111,6 @@ def serve(network: nn.Module, names: Iterable[str]) -> nn.Module:
         try:
             sparse = torch.sparse.to_sparse_semi_structured(getattr(module, attribute).detach().contiguous())
         except (RuntimeError, NotImplementedError) as error:
-            raise ConfigError(f"{name}: {str(error).splitlines()[0]}; device=cpu evaluates it without") from error
+            raise ConfigError(f"{name}: {first_line(error)}; device=cpu evaluates it without") from error
         setattr(module, attribute, nn.Parameter(sparse, requires_grad=False))
     return inside

@@ -33,8 +33,11 @@ def keeps_zeros(optimizer: Optimizer) -> bool:
     if hasattr(optimizer, "_base_optimizer") or hasattr(optimizer, "base_optimizer"):
         name = type(optimizer).__name__
         raise ConfigError(f"{name} keeps weights of its own, which would bring dropped ones back: use what it wraps")
-    groups = [g for g in optimizer.param_groups if any(p.dim() > 1 for p in g["params"])]
-    return all(_keeps_zeros(optimizer, group) for group in groups)
+    return all(_keeps_zeros(optimizer, group) for group in _with_matrices(optimizer))
+
+
+def _with_matrices(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [group for group in optimizer.param_groups if any(p.dim() > 1 for p in group["params"])]
 
 
 def _keeps_zeros(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -67,17 +70,16 @@ def scales_as_known(optimizer: Optimizer) -> bool:
     Either nothing but a momentum is remembered, or `exp_avg_sq` is, after one step, a mean of squared gradients that
     `1 - betas[1] ** step` corrects.
     """
+    return all(_scales_as_known(optimizer, group) for group in _with_matrices(optimizer))
+
+
+def _scales_as_known(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     grad = torch.linspace(-1, 1, 24).view(4, 6)
-    for group in (g for g in optimizer.param_groups if any(p.dim() > 1 for p in g["params"])):
-        _, state = _tried(optimizer, group, torch.zeros_like(grad), grad, steps=1)  # nothing that could decay
-        moment, betas = state.get("exp_avg_sq"), group.get("betas", ())
-        if isinstance(moment, Tensor) and moment.shape == grad.shape and len(betas) == 2:
-            known = torch.allclose(moment.cpu() / (1 - betas[1]), grad**2, rtol=1e-3)
-        else:
-            known = not betas and not set(state) - {"momentum_buffer", "step"}
-        if not known:
-            return False
-    return True
+    _, state = _tried(optimizer, group, torch.zeros_like(grad), grad, steps=1)  # nothing that could decay
+    moment, betas = state.get("exp_avg_sq"), group.get("betas", ())
+    if isinstance(moment, Tensor) and moment.shape == grad.shape and len(betas) == 2:
+        return torch.allclose(moment.cpu() / (1 - betas[1]), grad**2, rtol=1e-3)
+    return not betas and not set(state) - {"momentum_buffer", "step"}
 
 
 def demand_zeros_kept(optimizer: Optimizer) -> None:

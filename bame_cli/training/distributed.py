@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bame_cli.errors import ConfigError
+from bame_cli.errors import ConfigError, first_line
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ def _there(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device={name}: not on this machine ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"device={name}: not on this machine ({first_line(error)})") from error
     return device
 
 

@@ -15,7 +15,7 @@ import timm
 import torch
 from torch import nn
 
-from bame_cli.errors import ConfigError, near_misses
+from bame_cli.errors import ConfigError, first_line, near_misses
 from bame_cli.training.small_networks import REGISTERED
 
 # An ImageNet stem halves the image twice before the first block; below this size little is left of it.
@@ -48,11 +48,11 @@ def create(
     except (TypeError, AssertionError, ValueError, OSError, RuntimeError) as error:
         if pretrained and not isinstance(error, TypeError):
             raise ConfigError(
-                f"model.pretrained: no weights for {name} ({_first_line(error)}); "
+                f"model.pretrained: no weights for {name} ({first_line(error)}); "
                 "model.checkpoint=<file> loads weights you already have"
             ) from error
         given = ", ".join(f"{key}={value}" for key, value in options.items())
-        raise ConfigError(f"model={name} cannot be built with {given}: {_first_line(error)}") from error
+        raise ConfigError(f"model={name} cannot be built with {given}: {first_line(error)}") from error
 
 
 def skeleton(name: str, *, image_shape: tuple[int, int, int], **options: Any) -> nn.Module:
@@ -66,7 +66,7 @@ def skeleton(name: str, *, image_shape: tuple[int, int, int], **options: Any) ->
             wants = _config(name).get("input_size", (0, 0, 0))[-1]
             hint = f"; it was made for dataset.image_size={wants}" if wants else ""
             size = f"{image_shape[1]}x{image_shape[2]}"
-            raise ConfigError(f"images of {size} do not fit {name}: {_first_line(error)}{hint}") from error
+            raise ConfigError(f"images of {size} do not fit {name}: {first_line(error)}{hint}") from error
     return model.train()
 
 
@@ -140,7 +140,7 @@ def load_weights(model: nn.Module, path: Path, key: str = "model.checkpoint=") -
             python_warnings.simplefilter("ignore")  # of an old pickle: it is read safely or not at all
             state = timm.models.load_state_dict(str(path), use_ema=False, device="cpu", weights_only=True)
     except Exception as error:
-        raise ConfigError(f"{key}{path} is no checkpoint we can read: {_first_line(error)}") from error
+        raise ConfigError(f"{key}{path} is no checkpoint we can read: {first_line(error)}") from error
     own = model.state_dict()
     heads = tuple(f"{name}." for name, why in always_dense(model).items() if why == "classifier")
     replaced = [k for k, v in state.items() if k.startswith(heads) and k in own and v.shape != own[k].shape]
@@ -162,7 +162,3 @@ def weights_tag(name: str) -> str:
 
 def _as_tuple(names: Any) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) and names else tuple(names or ())
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

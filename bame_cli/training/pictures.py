@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
-from bame_cli.errors import ConfigError
+from bame_cli.errors import ConfigError, first_line
 from bame_cli.training.arrays import apart, choice
 from bame_cli.training.augment import policy
 from bame_cli.training.distributed import ALONE, Ranks, local_share
@@ -133,7 +133,7 @@ def read_pictures(paths: Sequence[Path], *, size: int, grey: bool, margin: bool)
             with Image.open(path) as picture:
                 made.append(turn(picture.convert("L" if grey else "RGB")))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            said = "no such file" if isinstance(error, FileNotFoundError) else str(error).splitlines()[0]
+            said = "no such file" if isinstance(error, FileNotFoundError) else first_line(error)
             raise ConfigError(f"{path} cannot be read as a picture ({said})") from error
     return torch.stack(made)
 
