@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from bame_cli import __version__, texts
+from bame_cli import __version__, help
 from bame_cli.errors import ConfigError, follows, near_misses
-from bame_cli.words import demand_one_of, one_name, positive, split, yes
+from bame_cli.options.words import demand_one_of, one_name, positive, split, yes
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(texts.BAME, end="")
+        print(help.BAME, end="")
         return 0
     if words[0] == "--version":
         print(__version__)
@@ -60,9 +60,9 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
-    from bame_cli import sweeps
+    from bame_cli.studies import sweep
 
-    return sweeps.train(words)
+    return sweep.train(words)
 
 
 # --- verbs that compose options without training ---
@@ -71,26 +71,29 @@ def _train(words: list[str]) -> int:
 def _layers(words: list[str]) -> int:
     own, words = split(words, {"format": "text"})
     demand_one_of(("text", "json"), format=own["format"])
-    from bame_cli import blueprint, compose, report
+    from bame_cli.options import compose
+    from bame_cli.runs import summary
+    from bame_cli.runs.plan import known_facts, run_plan
 
-    plans = [blueprint.blueprint(config, blueprint.known_facts(config)) for config in compose.configs(words)]
-    tables = [report.layer_report(plan) for plan in plans]
+    plans = [run_plan(config, known_facts(config)) for config in compose.configs(words)]
+    tables = [summary.layer_report(plan) for plan in plans]
     if own["format"] == "json":
         print(json.dumps(tables if len(tables) > 1 else tables[0], indent=1))
     else:
-        print("\n\n".join(report.layer_text(table) for table in tables))
+        print("\n\n".join(summary.layer_text(table) for table in tables))
     return 0
 
 
 def _flops(words: list[str]) -> int:
     own, words = split(words, {"format": "text", "run": "", "per_layer": "false", "plot": ""})
     demand_one_of(("text", "md", "csv", "json"), format=own["format"])
-    from bame_cli import compose, costs
+    from bame_cli.options import compose
+    from bame_cli.runs import forecast
 
     if own["run"]:
         if beside := [*words, *(key for key in ("per_layer", "plot") if own[key] not in ("", "false"))]:
             raise ConfigError(f"run={own['run']} is charged as it was run: {beside[0]} has no place beside it")
-        print(costs.show(costs.recharge(Path(own["run"])), own["format"]))
+        print(forecast.show(forecast.recharge(Path(own["run"])), own["format"]))
         return 0
     one = any(word.startswith(("method=", "method.")) for word in words)
     words = words if one else [*words, f"method={','.join(_compared())}"]
@@ -100,14 +103,14 @@ def _flops(words: list[str]) -> int:
             raise ConfigError("per_layer=true shows one method at one pattern: name them, method=bame sparsity=2:4")
         if own["plot"]:
             raise ConfigError(f"plot={own['plot']} draws methods side by side: it has no place beside per_layer=true")
-        print(costs.show(costs.per_layer(configs[0]), own["format"]))
+        print(forecast.show(forecast.per_layer(configs[0]), own["format"]))
         return 0
-    rows = costs.compare(configs, compose.differences(words))
-    print(costs.show(rows, own["format"]))
+    rows = forecast.compare(configs, compose.differences(words))
+    print(forecast.show(rows, own["format"]))
     if own["plot"]:
-        from bame_cli import plots
+        from bame_cli.plots.run import bills
 
-        plots.bills(rows, list(map(costs.cumulative, configs)), Path(own["plot"]))
+        bills(rows, list(map(forecast.cumulative, configs)), Path(own["plot"]))
     return 0
 
 
@@ -121,7 +124,8 @@ _SIZES = {"size": "64", "batch": "16", "rounds": "7"}
 
 
 def _bench(words: list[str]) -> int:
-    from bame_cli import bench, compose
+    from bame_cli import bench
+    from bame_cli.options import compose
     from bame_cli.training.distributed import join
 
     own, words = split(words, {"format": "text", "methods": bench.METHODS, "parts": bench.DEFAULT} | _SIZES)
@@ -146,13 +150,12 @@ def _plot(words: list[str]) -> int:
     name = one_name(
         rest, "bame plot <table> [scale=] [kept=file] [out=folder], or bame plot masks|weights run=<run folder>"
     )
-    from bame_cli import pictures, studies
+    from bame_cli.studies import plots
+    from bame_cli.studies.study import manifest_path, read
 
-    study = studies.read(name, own["scale"], Path(own["root"]), kept=own["kept"])
-    folder = Path(
-        own["out"] or studies.manifest_path(Path(own["root"]), study.table.name, own["scale"]).with_suffix("")
-    )
-    print(*pictures.draw(study, folder), sep="\n")
+    study = read(name, own["scale"], Path(own["root"]), kept=own["kept"])
+    folder = Path(own["out"] or manifest_path(Path(own["root"]), study.table.name, own["scale"]).with_suffix(""))
+    print(*plots.draw(study, folder), sep="\n")
     return 0
 
 
@@ -160,24 +163,24 @@ def _plot_masks(words: list[str]) -> int:
     own, rest = split(words, {"run": "", "out": ""})
     if rest or not own["run"]:
         raise ConfigError("bame plot masks run=<run folder> [out=file.png]")
-    from bame_cli import evolution, plots
+    from bame_cli.plots import masks
 
     run = Path(own["run"])
-    seen, path = evolution.read(run), Path(own["out"] or run / "plots" / "masks.png")
+    seen, path = masks.read(run), Path(own["out"] or run / "plots" / "masks.png")
     if not own["out"]:
         path.parent.mkdir(exist_ok=True)
-    plots.masks(seen, path)
+    masks.draw(seen, path)
     print(path)
     return 0
 
 
 def _network(verb: str) -> Callable[[list[str]], int]:
-    """A verb that takes a finished network: bame_cli.network."""
+    """A verb that takes a finished network: bame_cli.networks.verbs."""
 
     def run(words: list[str]) -> int:
-        from bame_cli import network
+        from bame_cli.networks import verbs
 
-        return network.VERBS[verb](words)
+        return verbs.VERBS[verb](words)
 
     return run
 
@@ -186,12 +189,15 @@ def _table(words: list[str]) -> int:
     mine = {"scale": "paper", "format": "text", "against": "", "strict": "false", "root": "outputs", "out": ""}
     own, rest = split(words, mine | {"kept": ""})
     name = one_name(rest, "bame table <name> [scale=paper|small|smoke] [format=md] [strict=true] [out=file]")
-    from bame_cli import folder, rendering, studies, tables
+    from bame_cli.runs import folder
+    from bame_cli.studies import table
+    from bame_cli.studies.lines import unfinished
+    from bame_cli.studies.study import read
 
-    demand_one_of(rendering.FORMATS, format=own["format"])
+    demand_one_of(table.FORMATS, format=own["format"])
     strict = yes("strict", own["strict"])
-    study = studies.read(name, own["scale"], Path(own["root"]), kept=own["kept"])
-    shown, missing = rendering.show(study, own["format"], rival=own["against"]), tables.unfinished(study)
+    study = read(name, own["scale"], Path(own["root"]), kept=own["kept"])
+    shown, missing = table.show(study, own["format"], rival=own["against"]), unfinished(study)
     if own["out"]:
         folder.write(Path(own["out"]), shown + "\n")
     print(own["out"] or shown)
@@ -203,10 +209,12 @@ def _table(words: list[str]) -> int:
 def _report(words: list[str]) -> int:
     own, rest = split(words, {"scale": "paper", "root": "outputs", "out": "", "kept": ""})
     name = one_name(rest, "bame report <table> [scale=] [kept=file] [root=outputs] [out=file.html]")
-    from bame_cli import folder, page, studies
+    from bame_cli.runs import folder
+    from bame_cli.studies import page
+    from bame_cli.studies.study import manifest_path, read
 
-    study = studies.read(name, own["scale"], Path(own["root"]), kept=own["kept"])
-    beside = studies.manifest_path(Path(own["root"]), study.table.name, own["scale"])
+    study = read(name, own["scale"], Path(own["root"]), kept=own["kept"])
+    beside = manifest_path(Path(own["root"]), study.table.name, own["scale"])
     out = Path(own["out"] or beside.with_suffix(".html"))
     if not out.suffix:
         raise ConfigError(f"out={out}: a page is a file, {out}.html; its pictures lie in {out}")
@@ -216,35 +224,35 @@ def _report(words: list[str]) -> int:
 
 
 def _runs(words: list[str]) -> int:
-    from bame_cli import runs
+    from bame_cli.runs import listing
 
-    own, rest = split(words, {"root": "outputs", "format": "text", **dict.fromkeys(runs.FILTERS, "")})
+    own, rest = split(words, {"root": "outputs", "format": "text", **dict.fromkeys(listing.FILTERS, "")})
     demand_one_of(("text", "json"), format=own["format"])
     if rest[:1] == ["diff"]:
-        if len(rest) != 3 or any(word.partition("=")[0] in (*runs.FILTERS, "root") for word in words):
+        if len(rest) != 3 or any(word.partition("=")[0] in (*listing.FILTERS, "root") for word in words):
             raise ConfigError("bame runs diff takes two run folders and format=text|json")
-        print(runs.show_differences(Path(rest[1]), Path(rest[2]), own["format"]))
+        print(listing.show_differences(Path(rest[1]), Path(rest[2]), own["format"]))
         return 0
     if rest:
         raise ConfigError(
             f"{rest[0]} has no place here{near_misses(rest[0].partition('=')[0], own)} (bame runs --help)"
         )
-    wanted = {key: own[key] for key in runs.FILTERS if own[key]}
-    print(runs.show(runs.matching(runs.find(Path(own["root"])), wanted), own["format"], time.time()))
+    wanted = {key: own[key] for key in listing.FILTERS if own[key]}
+    print(listing.show(listing.matching(listing.find(Path(own["root"])), wanted), own["format"], time.time()))
     return 0
 
 
 VERBS: dict[str, tuple[Callable[[list[str]], int], str | Callable[[], str]]] = {
-    "train": (_train, texts.train),
-    "layers": (_layers, texts.LAYERS),
-    "flops": (_flops, texts.FLOPS),
-    "table": (_table, texts.TABLE),
-    "report": (_report, texts.REPORT),
-    "runs": (_runs, texts.RUNS),
-    "plot": (_plot, texts.PLOT),
-    "verify": (_network("verify"), texts.VERIFY),
-    "eval": (_network("eval"), texts.EVAL),
-    "predict": (_network("predict"), texts.PREDICT),
-    "export": (_network("export"), texts.EXPORT),
-    "bench": (_bench, texts.BENCH),
+    "train": (_train, help.train),
+    "layers": (_layers, help.LAYERS),
+    "flops": (_flops, help.FLOPS),
+    "table": (_table, help.TABLE),
+    "report": (_report, help.REPORT),
+    "runs": (_runs, help.RUNS),
+    "plot": (_plot, help.PLOT),
+    "verify": (_network("verify"), help.VERIFY),
+    "eval": (_network("eval"), help.EVAL),
+    "predict": (_network("predict"), help.PREDICT),
+    "export": (_network("export"), help.EXPORT),
+    "bench": (_bench, help.BENCH),
 }

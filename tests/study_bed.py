@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from bame_cli import studies
+from bame_cli.studies.study import manifest_path
 
 
 def study(name="imagenet_resnet50", scale="paper", seeds=(0, 1), **changed) -> Path:
@@ -28,7 +28,7 @@ def study(name="imagenet_resnet50", scale="paper", seeds=(0, 1), **changed) -> P
                 (place / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
                 (place / "digest").write_text(said.pop("digest", digest))
                 (place / "result.json").write_text(json.dumps(result | said))
-    path = studies.manifest_path(Path("outputs"), name, scale)
+    path = manifest_path(Path("outputs"), name, scale)
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"table": name, "scale": scale, "command": f"bame train +table={name}", "jobs": jobs}))
     return path

@@ -7,9 +7,10 @@ from importlib.resources import files
 
 import pytest
 
-from bame_cli import address, compose, config
 from bame_cli.errors import ConfigError
 from bame_cli.methods import METHODS, name_of
+from bame_cli.options import compose, schema
+from bame_cli.runs import path as paths
 
 CONF = files("bame_cli.conf")
 SHIPPED = [
@@ -21,7 +22,7 @@ SHIPPED = [
 ]
 
 
-def composed(*words: str) -> config.Config:
+def composed(*words: str) -> schema.Config:
     return compose.composed(list(words))
 
 
@@ -53,7 +54,7 @@ def test_the_command_line_wins_over_an_experiment(option):
 def test_an_option_that_is_off_does_not_move_a_run(monkeypatch):
     """So that one added later, off by default, leaves finished runs where they are."""
     made = composed()
-    before = address.digest(made)
+    before = paths.digest(made)
     plain = dataclasses.asdict
 
     def with_more(value):
@@ -61,10 +62,10 @@ def test_an_option_that_is_off_does_not_move_a_run(monkeypatch):
         options["recipe"] |= {"new": None, "names": [], "on": {"deeper": False}}
         return options
 
-    monkeypatch.setattr(address.dataclasses, "asdict", with_more)
-    assert address.digest(made) == before
+    monkeypatch.setattr(paths.dataclasses, "asdict", with_more)
+    assert paths.digest(made) == before
     made.recipe.min_lr = 0.1
-    assert address.digest(made) != before
+    assert paths.digest(made) != before
 
 
 def test_every_method_has_its_file_and_its_defaults():
@@ -129,25 +130,25 @@ def test_a_wrong_value_is_one_line_that_mends_it(words, says):
 def test_the_address_follows_what_can_change_the_result():
     base = composed()
     for same in ("run.root=elsewhere", "log.every=7", "dataset.root=x", "device=cpu", "logger=wandb"):
-        assert address.digest(composed(same)) == address.digest(base), same
+        assert paths.digest(composed(same)) == paths.digest(base), same
     for other in ("seed=1", "recipe.lr=0.2", "method.interval=3", "sparsity=1:4", "sparsity.exclude=[fc]"):
-        assert address.digest(composed(other)) != address.digest(base), other
+        assert paths.digest(composed(other)) != paths.digest(base), other
 
 
 def test_dense_has_one_address_whatever_the_pattern():
-    addresses = {address.folder(composed("method=dense", f"sparsity={p}")) for p in ("2:4", "1:16")}
-    assert len(addresses) == 1
-    assert "of" not in addresses.pop().parts[-2]
+    places = {paths.run_path(composed("method=dense", f"sparsity={p}")) for p in ("2:4", "1:16")}
+    assert len(places) == 1
+    assert "of" not in places.pop().parts[-2]
 
 
 def test_seeds_of_one_setting_share_a_group():
-    groups = {address.digest(composed("method=static", f"seed={k}"), seed=False) for k in range(3)}
+    groups = {paths.digest(composed("method=static", f"seed={k}"), seed=False) for k in range(3)}
     assert len(groups) == 1
-    assert address.digest(composed("method=asp"), seed=False) not in groups
+    assert paths.digest(composed("method=asp"), seed=False) not in groups
 
 
 def test_no_path_needs_quoting():
-    path = str(address.folder(composed("sparsity=1:16", "model=resnet18.a1_in1k")))
+    path = str(paths.run_path(composed("sparsity=1:16", "model=resnet18.a1_in1k")))
     assert not set(path) & set(":=\\ ,[]{}")
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bame_cli import address, cli, compose
+from bame_cli import cli
+from bame_cli.options import compose
+from bame_cli.runs.path import run_path
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -68,4 +70,4 @@ def test_the_page_of_methods_is_what_the_modules_say():
 
 
 def test_the_readme_names_the_folder_of_the_main_job():
-    assert str(address.folder(compose.composed([]))) in README
+    assert str(run_path(compose.composed([]))) in README

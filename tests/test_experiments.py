@@ -11,7 +11,7 @@ from commands import bame, result
 from PIL import Image
 from test_training import write_cifar, write_fashion
 
-from bame_cli import compose
+from bame_cli.options import compose
 
 EXPERIMENTS = sorted(f.name.removesuffix(".yaml") for f in (files("bame_cli.conf") / "experiment").iterdir())
 # Of the recipe only what is long is cut; everything else is as shipped.

@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 from bame_cli.sparsity.flops import FULL, ONE, Bill, Densities, Density, ForwardCost, forecast, forward_cost
 from bame_cli.sparsity.layers import survey
 from bame_cli.sparsity.pattern import Pattern
-from bame_cli.training import models
+from bame_cli.tasks.images import models
 
 
 class Op(nn.Module):

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 from bame_cli.errors import ConfigError
 from bame_cli.sparsity.layers import Layer, demand_sparse, sparse_layers, survey
 from bame_cli.sparsity.pattern import Pattern
-from bame_cli.training import models
+from bame_cli.tasks.images import models
 
 TWO_FOUR = Pattern(2, 4)
 

@@ -93,7 +93,7 @@ IDENTITIES = {
     "never adapting is ASP": (("bame_swap", {"interval": 50}), ("asp", {})),
     "no horizon is no swap": (
         ("bame_swap", {"interval": 5, "gradient_steps": 2, "horizon": 0.0}),
-        ("bame_swap", {"interval": 5, "gradient_steps": 2, "confidence": 1e30}),
+        ("bame_swap", {"interval": 5, "gradient_steps": 2, "budget": 0.0}),
     ),
     "lambda 0 is STE": (("srste", {"decay": 0.0}), ("ste", {})),
     "no fading is STE": (("decay_mask", {"gradient": "ste", "start": 0.0, "stop": 0.0, "interval": 1}), ("ste", {})),

@@ -13,7 +13,8 @@ import pytest
 from commands import bame
 from study_bed import study
 
-from bame_cli import pictures, studies
+from bame_cli.studies import plots
+from bame_cli.studies.study import read
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = ["--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
@@ -27,14 +28,14 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
 
 def test_the_front_holds_what_no_other_point_beats():
     points = [(0.5, 70.0), (0.3, 71.0), (0.3, 60.0), (1.0, 77.0), (0.9, 71.0)]
-    assert pictures.pareto(points) == [(0.3, 71.0), (1.0, 77.0)]
+    assert plots.pareto(points) == [(0.3, 71.0), (1.0, 77.0)]
 
 
 def test_every_picture_is_drawn_as_png_and_svg(capsys):
     study()
     assert bame("plot", "imagenet_resnet50") == 0
     made = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert {path.name for path in made} == {f"{name}{s}" for name in pictures.PICTURES for s in (".png", ".svg")}
+    assert {path.name for path in made} == {f"{name}{s}" for name in plots.PICTURES for s in (".png", ".svg")}
     for path in made:
         if path.suffix == ".svg":
             ElementTree.parse(path)
@@ -47,17 +48,17 @@ def test_every_picture_is_drawn_as_png_and_svg(capsys):
 
 def test_rows_differ_in_more_than_colour():
     study()
-    shown = pictures.lines(studies.read("imagenet_resnet50", "paper", Path("outputs")))
-    looks = list(pictures._looks(shown).values())
+    shown = plots.lines(read("imagenet_resnet50", "paper", Path("outputs")))
+    looks = list(plots._looks(shown).values())
     assert len(set(looks)) == len(looks)
     assert len({marker for _, marker, _ in looks[:8]}) == min(8, len(looks))
 
 
 def test_curves_go_by_the_bill(capsys):
     study()
-    jobs = studies.read("imagenet_resnet50", "paper", Path("outputs")).jobs
+    jobs = read("imagenet_resnet50", "paper", Path("outputs")).jobs
     assert jobs[0].curve == [(0.2, 65.0), (0.4, 70.0)]
-    assert pictures._mean_curve(jobs[:2]) == ([0.2, 0.4], [65.5, 70.5])
+    assert plots._mean_curve(jobs[:2]) == ([0.2, 0.4], [65.5, 70.5])
 
 
 def test_a_bill_is_drawn_with_the_run_that_it_starts_from():
@@ -65,8 +66,8 @@ def test_a_bill_is_drawn_with_the_run_that_it_starts_from():
     flops = {"train": 10, "train_dense": 100, "train_ratio": 0.1, "train_ratio_dense_grad_input": 0.1, "inherited": 100}
     bame = {"flops": flops | {"inference_ratio": 0.09}}
     study(bame0=dict(bame), bame1=dict(bame))
-    made = studies.read("imagenet_resnet50", "paper", Path("outputs"))
-    (axes,) = pictures.flops(made, [line for line in pictures.lines(made) if line.mean is not None]).axes
+    made = read("imagenet_resnet50", "paper", Path("outputs"))
+    (axes,) = plots.flops(made, [line for line in plots.lines(made) if line.mean is not None]).axes
     drawn = {line.get_label(): list(map(float, line.get_xdata())) for line in axes.get_lines()}
     assert drawn["Pareto front"] == [0.4], "not the ten per cent that it would cost alone"
     assert drawn["BAME, without the run it starts from"] == [0.1]
@@ -112,7 +113,7 @@ def test_the_page_holds_everything_and_asks_for_nothing():
     assert "&lt;b&gt;loss&lt;/b&gt; is nan" in text
     assert "seed: &lt;k&gt;" in text
     assert text.count("<details>") == 4
-    assert text.count("<svg") == len(pictures.PICTURES) + 4
+    assert text.count("<svg") == len(plots.PICTURES) + 4
     loaded = re.findall(r'(?:\bsrc|\bhref|xlink:href)="([^"#]+)|url\(([^#)]+)|@import', text)
     assert not loaded, "nothing is fetched"
     ids = re.findall(r'\bid="([^"]+)"', text)

@@ -14,7 +14,7 @@ from torch import Tensor
 from bame_cli.errors import ConfigError
 from bame_cli.sparsity import pattern as pattern_module
 from bame_cli.sparsity.pattern import Pattern, Picked, keep_largest, keep_where, lowest, zero_where_
-from bame_cli.training import models
+from bame_cli.tasks.images import models
 
 SEVERAL = settings(max_examples=80, deadline=None)
 # Few distinct values, so that most blocks have ties; both signs and both zeros, since only |w| counts.

@@ -13,9 +13,10 @@ from torch import nn
 from training_bed import batch, build, start
 
 from bame_cli.methods import METHODS
-from bame_cli.training import data, loop, models
+from bame_cli.tasks.images import data, models
+from bame_cli.tasks.images.batches import Look
+from bame_cli.training import loop
 from bame_cli.training.average import Average
-from bame_cli.training.images import Look
 from bame_cli.training.precision import Precision, set_determinism
 
 VIT = ["dataset=synthetic", "dataset.train_size=64", "dataset.val_size=20", "dataset.image_size=32"]

@@ -15,14 +15,15 @@ import torch
 from commands import TINY, bame, result, rows, same_network, stop_at, words_for
 from test_training import write_pictures
 
-from bame_cli import cli, folder
+from bame_cli import cli
 from bame_cli.errors import ConfigError
 from bame_cli.methods import METHODS
+from bame_cli.runs import folder
 from bame_cli.training.checkpoint import Checkpoints
 
 # Children of a server that has imported everything: a start takes a moment, not seconds.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["bame_cli.run", "bame_cli.compose", "commands", "matplotlib.figure"])
+FORKS.set_forkserver_preload(["bame_cli.runs.run", "bame_cli.options.compose", "commands", "matplotlib.figure"])
 
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -140,7 +141,7 @@ def test_what_is_wrong_after_training_does_not_take_the_run_away(monkeypatch):
         raise ConfigError("run/model.safetensors is no safetensors file")
 
     with monkeypatch.context() as patch:
-        patch.setattr("bame_cli.run.read_weights", fail)
+        patch.setattr("bame_cli.runs.run.read_weights", fail)
         assert bame("train", *TINY, "run.dir=run") == 1
     assert result("run")["status"] == "failed"
     assert result("run")["error"] == "run/model.safetensors is no safetensors file"

@@ -80,7 +80,8 @@ def test_the_result_counts_what_the_file_holds(capsys):
 def test_a_run_loads_into_plain_timm_and_scores_the_same():
     import timm
 
-    from bame_cli.training import data, images
+    from bame_cli.tasks.images import batches as images
+    from bame_cli.tasks.images import data
     from bame_cli.training.loop import evaluate
 
     assert bame("train", *TINY, "model=resnet18_cifar", "recipe.epochs=1") == 0
@@ -474,12 +475,12 @@ def test_every_line_is_said_once(capsys):
 
 
 def test_masks_are_recorded_and_drawn(capsys):
-    from bame_cli import evolution
+    from bame_cli.plots import masks
 
     assert bame("train", *TINY, "log.masks_every=2", "log.per_layer=true", "run.dir=run") == 0
     assert bame("plot", "masks", "run=run") == 0
     assert Path("run/plots/masks.png").read_bytes().startswith(b"\x89PNG")
-    seen = evolution.read(Path("run"))
+    seen = masks.read(Path("run"))
     assert seen.steps == [0, 2, 4, 6, 8, 10, 12]
     last = np.load("run/masks/00000012.npz")
     for name, weight in load_file("run/model.safetensors").items():
@@ -546,7 +547,7 @@ def test_tensorboard_has_a_scalar_per_figure():
 def test_curves_are_drawn_and_a_picture_that_fails_ends_nothing(monkeypatch, capsys):
     assert bame("train", *words_for("decay_mask"), "recipe.ema=0.9", "run.dir=run") == 0
     assert Path("run/plots/curves.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr("bame_cli.plots.curves", lambda *_: 1 / 0)
+    monkeypatch.setattr("bame_cli.runs.run.curves", lambda *_: 1 / 0)
     assert bame("train", *TINY, "run.dir=other") == 0
     assert "curves.png was not drawn" in capsys.readouterr().out
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import bame
 
-from bame_cli import run
+from bame_cli.runs import run
 
 TINY = ["dataset=synthetic", "dataset.train_size=64", "dataset.val_size=20", "dataset.image_size=8"]
 TINY += ["recipe.batch_size=16", "recipe.epochs=1", "method=srste"]

@@ -12,10 +12,14 @@ import pytest
 from commands import bame, imports_of
 from study_bed import study
 
-from bame_cli import blueprint, compose, planning, rendering, studies
 from bame_cli.errors import ConfigError
+from bame_cli.options import compose
+from bame_cli.runs.plan import known_facts, run_plan
+from bame_cli.studies import table
+from bame_cli.studies.plan import Plan
+from bame_cli.studies.study import known, read_table
 
-NAMES = studies.known("table")
+NAMES = known("table")
 PAPER = {"cifar10", "imagenet_resnet18", "imagenet_resnet50", "imagenet_deit", "decay_recipes", "bame_ablation"}
 
 
@@ -27,13 +31,13 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
 
 def test_every_table_of_the_paper_is_there():
     assert set(NAMES) == PAPER | {"methods_small", "study", "study_bame", "study_swap"}
-    assert studies.known("scale") == ["paper", "small", "smoke"]
+    assert known("scale") == ["paper", "small", "smoke"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_header_says_the_command_and_the_number_of_runs(name):
-    text = Path(studies.__file__).parents[1].joinpath("conf", "table", f"{name}.yaml").read_text()
-    plan = planning.Plan([], table=name, scale="paper", root=Path("outputs"))
+    text = Path(table.__file__).parents[2].joinpath("conf", "table", f"{name}.yaml").read_text()
+    plan = Plan([], table=name, scale="paper", root=Path("outputs"))
     assert f"make table-{name}" in text
     assert f"bame train +table={name} scale=smoke" in text
     assert f" {len(plan.jobs)} runs" in text
@@ -44,25 +48,25 @@ def test_the_header_says_the_command_and_the_number_of_runs(name):
 @pytest.mark.parametrize("scale", ["paper", "small", "smoke"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_run_of_a_shipped_table_can_be_planned(name, scale):
-    plan = planning.Plan([], table=name, scale=scale, root=Path("outputs"))
+    plan = Plan([], table=name, scale=scale, root=Path("outputs"))
     first = next((word for word in plan.jobs[0].words if word.startswith("seed=")), None)
     one_seed = [job for job in plan.jobs if first is None or first in job.words]
     made = None
     for job in one_seed:
         options = compose.composed(job.words)
-        made = blueprint.blueprint(options, blueprint.known_facts(options), like=made)
+        made = run_plan(options, known_facts(options), like=made)
         assert made.expected.total > 0
 
 
 def test_published_figures_carry_their_source():
     for name in NAMES:
-        for figure in studies.read_table(name, "paper").published:
+        for figure in read_table(name, "paper").published:
             assert figure.source, name
             assert 60 < figure.top1 < 80
 
 
 def test_what_is_of_a_method_is_not_crossed_with_others():
-    plan = planning.Plan([], table="methods_small", scale="smoke", root=Path("outputs"))
+    plan = Plan([], table="methods_small", scale="smoke", root=Path("outputs"))
     for job in plan.jobs:
         own = [word for word in job.words if word.startswith("method.")]
         assert bool(own) == any(m in job.words for m in ("method=bame", "method=bame_swap", "method=decay_mask"))
@@ -184,7 +188,7 @@ def test_different_recipes_never_share_a_line(capsys):
     assert [r["runs"] for r in made] == [1, 1]
 
 
-@pytest.mark.parametrize("how", rendering.FORMATS)
+@pytest.mark.parametrize("how", table.FORMATS)
 def test_rebuilding_gives_the_same_bytes(how):
     study(bame0=None)
     for name in ("a", "b"):
@@ -257,8 +261,8 @@ def test_a_table_of_ones_own_is_a_file(tmp_path):
     Path("mine.yaml").write_text(
         "title: Mine\nscales: {smoke: model=resnet20_cifar}\nrows: {dense: method=dense}\npublished: []\n"
     )
-    plan = planning.Plan(["seed=7"], table="mine.yaml", scale="smoke", root=Path("outputs"))
+    plan = Plan(["seed=7"], table="mine.yaml", scale="smoke", root=Path("outputs"))
     assert [job.words[-2:] for job in plan.jobs] == [["model=resnet20_cifar", "method=dense"]]
     assert "seed=7" in plan.jobs[0].words
     with pytest.raises(ConfigError, match="no scale=paper"):
-        planning.Plan([], table="mine.yaml", scale="paper", root=Path("outputs"))
+        Plan([], table="mine.yaml", scale="paper", root=Path("outputs"))

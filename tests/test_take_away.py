@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from bame_cli import cli, compose, finished, formats, inference
-from bame_cli.blueprint import load_data
+from bame_cli import cli, formats
 from bame_cli.errors import ConfigError
 from bame_cli.formats import compressed, onnx_file, semi_structured
 from bame_cli.formats.plain import read_weights, write_weights
+from bame_cli.networks import finished, inference
+from bame_cli.options import compose
+from bame_cli.runs.plan import load_data
 from bame_cli.sparsity.pattern import Pattern
 from bame_cli.training.loop import evaluate
 
@@ -349,7 +351,7 @@ def test_a_published_file_names_no_folder_of_this_machine(run):
     assert bame("export", str(folder), "format=safetensors", "out=hub", "verify=false") == 0
     for path in Path("hub").iterdir():
         assert b"secret" not in path.read_bytes()
-    assert "import bame_cli.training.models" in Path("hub/README.md").read_text()
+    assert "import bame_cli.tasks.images.models" in Path("hub/README.md").read_text()
 
 
 def test_the_same_network_is_the_same_bytes(tmp_path):
@@ -707,10 +709,10 @@ def test_weights_are_drawn(run, capsys):
 
 def test_a_drawing_shows_what_is_zero(tmp_path):
     """Of a checkerboard, half the cells are grey, and frames stand at the blocks."""
-    from bame_cli import plots
+    from bame_cli.plots.run import weights
 
     values = np.indices((8, 16)).sum(0) % 2 * 1.0
-    plots.weights(values, tmp_path / "w.png", name="w", pattern=(2, 4))
+    weights(values, tmp_path / "w.png", name="w", pattern=(2, 4))
     pixels = np.asarray(Image.open(tmp_path / "w.png").convert("RGB")).reshape(-1, 3)
     grey, red = ((pixels == np.array(colour)).all(1).sum() for colour in ((208, 208, 208), (103, 0, 31)))
     assert 0.8 < grey / red < 1.25

@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 
 from bame_cli.errors import ConfigError
-from bame_cli.training import data, models, optim
+from bame_cli.tasks.images import data, models
+from bame_cli.tasks.images.batches import Look
+from bame_cli.training import optim
 from bame_cli.training.checkpoint import Checkpoints
 from bame_cli.training.distributed import Ranks
-from bame_cli.training.images import Look
 from bame_cli.training.loop import evaluate
 
 GREY = Look(None, [0.5], [0.25])
@@ -271,7 +272,7 @@ def test_known_facts_are_those_of_the_data():
 
 @pytest.mark.parametrize("name", ["fashion_mnist", "cifar10", "imagenet"])
 def test_missing_data_say_where_they_were_looked_for(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("bame_cli.training.arrays.DEBIAN", tmp_path / "nowhere")
+    monkeypatch.setattr("bame_cli.tasks.images.arrays.DEBIAN", tmp_path / "nowhere")
     with pytest.raises(ConfigError) as caught:
         data.load(name, root=str(tmp_path / "none"), look=COLOUR, download=False)
     assert str(tmp_path / "none") in str(caught.value)

@@ -9,7 +9,7 @@ import torch
 
 from bame_cli.bench import around, steps
 from bame_cli.bench.timing import Row
-from bame_cli.config import Config
+from bame_cli.options.schema import Config
 
 METHODS = "static,srste,decay_mask,bame"
 PARTS = ("steps", "method", "projection", "checkpoint", "loop", "memory")

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bame_cli.assembly import build
 from bame_cli.bench.steps import Lane, lane, race, random_batch
 from bame_cli.bench.timing import Row, figure, interleaved, now, ratios, row, timed
-from bame_cli.blueprint import blueprint, load_data, optimization
-from bame_cli.config import Config
+from bame_cli.options.schema import Config
+from bame_cli.runs.assembly import build
+from bame_cli.runs.plan import load_data, optimization, run_plan
+from bame_cli.tasks.images.data import Data
 from bame_cli.training.checkpoint import Checkpoints
-from bame_cli.training.data import Data
 from bame_cli.training.distributed import ALONE
 from bame_cli.training.log import RunLog
 from bame_cli.training.loop import Run, evaluate, train
@@ -75,9 +75,9 @@ def loop(config: Config, rounds: int, device: torch.device) -> Iterator[Row]:
     for _ in range(rounds + 1):
         with tempfile.TemporaryDirectory() as folder, RunLog(Path(folder), quiet=True) as log:
             start = now(device)
-            ours = build(blueprint(config, data.facts), data, Path(folder), (ALONE, device))
+            ours = build(run_plan(config, data.facts), data, Path(folder), (ALONE, device))
             seconds["built"].append(now(device) - start)
-            bare = build(blueprint(config, data.facts), data, Path(folder), (ALONE, device))
+            bare = build(run_plan(config, data.facts), data, Path(folder), (ALONE, device))
             ours.log = log
             ours.checkpoints.folder.mkdir()
             seconds["ours"].append(timed(partial(train, ours), device))

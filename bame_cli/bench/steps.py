@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from bame_cli.bench.timing import Row, figure, now, ratios, row, timed
-from bame_cli.blueprint import layer_rows, model_options, optimization
-from bame_cli.config import Config
 from bame_cli.methods import Method
 from bame_cli.methods.base import Layers
+from bame_cli.options.schema import Config
+from bame_cli.runs.plan import layer_rows, model_options, optimization
 from bame_cli.sparsity.layers import sparse_layers
-from bame_cli.training import models
+from bame_cli.tasks.images import models
 from bame_cli.training.execution import execute_sparsely
 from bame_cli.training.precision import Precision
 

@@ -48,7 +48,7 @@ def card(about: Mapping[str, str], result: Mapping[str, Any], licence: str, *, o
     ours: whether the architecture is one that this package registers with timm.
     """
     flops, sparsity = result["flops"], result["sparsity"]
-    before = "import bame_cli.training.models  # registers this architecture with timm\n" if ours else ""
+    before = "import bame_cli.tasks.images.models  # registers this architecture with timm\n" if ours else ""
     return f"""---
 library_name: timm
 pipeline_tag: image-classification

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from bame_cli.methods.base import Method
 from bame_cli.sparsity.flops import Bill
 from bame_cli.sparsity.pattern import Pattern
-from bame_cli.training.augment import BatchAugment
+from bame_cli.tasks.images.augment import BatchAugment
+from bame_cli.tasks.images.batches import Batch
+from bame_cli.tasks.images.data import Data
 from bame_cli.training.average import Average
 from bame_cli.training.checkpoint import Checkpoints
-from bame_cli.training.data import Data
 from bame_cli.training.distributed import ALONE, Ranks, unsynced
-from bame_cli.training.images import Batch
 from bame_cli.training.log import RunLog, logger, progress_bar
 from bame_cli.training.optim import Schedule
 from bame_cli.training.precision import Precision
